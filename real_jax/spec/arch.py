@@ -19,7 +19,7 @@ LAYERS, VOCAB, EMBED, HEADS, KV_HEADS, HEAD_DIM, MLP = (
     "head_dim",
     "mlp",
 )
-BATCH, LENGTH = "batch", "length"
+BATCH, LENGTH, HIDDEN = "batch", "length", "hidden"  # of activations alone
 
 
 @dataclasses.dataclass(frozen=True)

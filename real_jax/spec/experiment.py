@@ -14,11 +14,12 @@ class ModelConfig:
 
     Attributes:
       path: a Hugging Face folder, a GGUF file, or `package:NAME` for a GGUF file inside an installed Python package.
-      arch: a name from `real_jax.spec.arch.ARCHS`, used where `path` is empty.
+      arch: a name from `real_jax.spec.arch.ARCHS`, for random weights. Where both are empty, a critic starts from the
+        reward model (or the actor, where there is none) and a reward model from the actor.
     """
 
     path: str = ""
-    arch: str = "tiny"
+    arch: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,7 @@ class RewardConfig:
     Attributes:
       function: `module:function` taking (prompts, responses) as lists of text and returning one float each; empty for
         a reward model.
-      model: the reward model, where there is no function. Empty path: it starts from the actor's weights.
+      model: the reward model, where there is no function.
     """
 
     function: str = ""
@@ -166,7 +167,7 @@ class Experiment:
     batch: int = 64
     compute_type: Literal["float32", "bfloat16"] = "float32"
     evaluate_every: int = 0
-    actor: ModelConfig = ModelConfig()
+    actor: ModelConfig = ModelConfig(arch="tiny")
     critic: ModelConfig = ModelConfig()
     reward: RewardConfig = RewardConfig()
     data: DataConfig = DataConfig()
@@ -209,12 +210,9 @@ def check_experiment(e: Experiment) -> Experiment:
     need(0 <= p.gae_lambda <= 1, "ppo.gae_lambda", p.gae_lambda, "It must lie in [0, 1].")
     for field in ("ratio_clip", "value_clip", "reward_clip", "max_ratio", "kl_horizon"):
         need(getattr(p, field) > 0, f"ppo.{field}", getattr(p, field), "It must be positive.")
-    for name in ("actor", "critic"):
-        config: ModelConfig = getattr(e, name)
-        need(
-            bool(config.path) or config.arch in ARCHS, f"{name}.arch", config.arch,
-            f"Known shapes: {', '.join(ARCHS)}.",
-        )  # fmt: skip
+    need(bool(e.actor.path or e.actor.arch), "actor.path", e.actor.path, "Give actor.path or actor.arch.")
+    for name, config in (("actor", e.actor), ("critic", e.critic), ("reward.model", e.reward.model)):
+        need(config.arch in ("", *ARCHS), f"{name}.arch", config.arch, f"Known shapes: {', '.join(ARCHS)}.")
     for name in ("sft", "preference"):
         stage: WarmupStage = getattr(e, name)
         need(stage.steps >= 0, f"{name}.steps", stage.steps, "It must be 0 (leave the stage out) or more.")

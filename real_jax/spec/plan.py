@@ -18,6 +18,7 @@ MESH_AXES = ("data", "fsdp", "tensor")
 AXIS_RULES: Mapping[str, tuple[str, ...]] = {
     arch_lib.BATCH: ("data", "fsdp"),
     arch_lib.LENGTH: (),
+    arch_lib.HIDDEN: (),
     arch_lib.LAYERS: (),
     arch_lib.VOCAB: ("tensor",),
     arch_lib.EMBED: ("fsdp",),
@@ -79,8 +80,7 @@ class Placement:
         return self.first < other.first + other.count and other.first < self.first + self.count
 
     def describe(self) -> str:
-        axes = " x ".join(f"{axis} {size}" for axis, size in self.mesh_shape.items() if size > 1) or "one device"
-        return axes
+        return " x ".join(f"{axis} {size}" for axis, size in self.mesh_shape.items() if size > 1) or "one device"
 
 
 def partition(axes: tuple[str, ...], shape: tuple[int, ...], placement: Placement) -> Spec:

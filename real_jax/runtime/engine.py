@@ -1,0 +1,214 @@
+"""The engine walks a graph under a plan: it moves weights and data to each call's mesh and dispatches without waiting.
+
+One iteration:
+  1. Inputs from the loader and carried keys from the iteration before are the first batch keys.
+  2. A call is dispatched once the calls it waits for are dispatched. Moves that stay on their devices are dispatched with
+     it; a move between devices may pass through the host, so the engine first lets other calls go ahead until its
+     source is ready.
+  3. Train calls donate weights and optimizer state; their models' views are stale from then on and are dropped.
+  4. Threads note when each result is ready; nothing else waits for the devices.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from real_jax.runtime.calls import Program
+from real_jax.runtime.weights import WeightStore
+from real_jax.spec.dataflow import Call, Graph
+
+HostFunction = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Something that occupied devices, in seconds from the iteration's start. `kind` is "call", "reallocation" or
+    "host"; `devices` are device numbers, none for the host."""
+
+    name: str
+    kind: str
+    iteration: int
+    devices: tuple[int, ...]
+    start: float
+    end: float
+
+
+@dataclasses.dataclass
+class Result:
+    """What an iteration leaves: batch keys that nobody drops, metrics by call, and the timeline."""
+
+    batch: dict[str, Any]
+    metrics: dict[str, dict[str, np.ndarray]]
+    events: list[Event]
+    seconds: float
+
+
+@dataclasses.dataclass
+class _Pending:
+    name: str
+    kind: str
+    devices: tuple[int, ...]
+    dispatched: float
+    after: tuple[str, ...]
+    done: Future
+
+
+class Engine:
+    """Runs one graph under one plan.
+
+    Args:
+      graph: the calls.
+      programs: call -> compiled program, for every call that is not a host call.
+      store: the weights.
+      host: call -> Python function, for every host call; it gets and returns numpy arrays.
+      carried: carried key -> value before the first iteration.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        programs: Mapping[str, Program],
+        store: WeightStore,
+        host: Mapping[str, HostFunction] | None = None,
+        carried: Mapping[str, Any] | None = None,
+    ):
+        self.graph, self.programs, self.store = graph, dict(programs), store
+        self.host, self.carried = dict(host or {}), dict(carried or {})
+        self._pool = ThreadPoolExecutor(max_workers=4 * len(graph.calls) + 4, thread_name_prefix="watch")
+        self._keep: frozenset[str] = frozenset()
+
+    def run_iteration(
+        self, iteration: int, inputs: Mapping[str, np.ndarray], keep: frozenset[str] = frozenset()
+    ) -> Result:
+        """One pass over the graph. Keys in `keep` stay in the result's batch; others are dropped after their last reader."""
+        start = time.perf_counter()
+        self._keep = keep
+        batch: dict[str, Any] = {**inputs, **self.carried}
+        carried: dict[str, Any] = {}
+        metrics: dict[str, Any] = {}
+        pending: list[_Pending] = []
+        waiting = list(self.graph.order)
+        while waiting:
+            call = self._next(waiting, batch)
+            waiting.remove(call)
+            written, call_metrics = self._dispatch(call, batch, pending, start)
+            carried |= {k: v for k, v in written.items() if k in self.graph.carried}
+            batch |= {k: v for k, v in written.items() if k not in self.graph.carried}
+            if call_metrics is not None:
+                metrics[call.name] = call_metrics
+            self._drop(batch, {key for c in waiting for key in c.reads})
+        self.carried |= carried
+        events = _events(pending, iteration, start)
+        fetched = jax.device_get(metrics)
+        return Result(batch, fetched, events, time.perf_counter() - start)
+
+    def run_call(self, name: str, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Runs a single generate, inference or host call outside an iteration; used for evaluation."""
+        written, _ = self._dispatch(self.graph.call(name), dict(batch), [], time.perf_counter())
+        return written
+
+    def _next(self, waiting: list[Call], batch: Mapping[str, Any]) -> Call:
+        """The first call in order that can be dispatched without waiting for a device; else the first whose producers
+        are dispatched."""
+        names = {c.name for c in waiting}
+        blocked = {e.target for e in self.graph.edges if e.lag == 0 and e.source in names}
+        ready = [c for c in waiting if c.name not in blocked]
+        while True:
+            for call in ready:
+                if all(x.is_ready() for x in self._crossing(call, batch)):
+                    return call
+            if len(ready) == 1:
+                return ready[0]
+            time.sleep(0.0005)
+
+    def _crossing(self, call: Call, batch: Mapping[str, Any]) -> list[jax.Array]:
+        """Arrays that `call` needs and that are to come from other devices than its own."""
+        arrays = [x for key in call.reads for x in jax.tree.leaves(batch[key]) if isinstance(x, jax.Array)]
+        if call.kind == "host":
+            return arrays
+        program = self.programs[call.name]
+        own = set(program.mesh.devices.flat)
+        crossing = [x for x in arrays if x.sharding.device_set != own]
+        if not self.store.has_view(call.name) and self.store.moves_devices(call.name):
+            crossing += self.store.sources(call.name)
+        return crossing
+
+    def _dispatch(self, call: Call, batch: dict, pending: list[_Pending], start: float) -> tuple[dict, Any]:
+        if call.kind == "host":
+            return self._run_host(call, batch, pending), None
+        program = self.programs[call.name]
+        devices = tuple(program.placement.devices)
+        if not self.store.has_view(call.name):
+            began = time.perf_counter()
+            moved = self.store.make_view(call.name)
+            home = self.programs[self.store.home_call[call.model]].placement
+            touched = tuple(sorted(set(devices) | set(home.devices)))
+            pending.append(
+                self._watch(f"reallocate {call.model} to {call.name}", "reallocation", touched, began, (), moved)
+            )
+        params = self.store.params_for(call.name)
+        with jax.profiler.TraceAnnotation(call.name):
+            own = {key: jax.device_put(batch[key], program.batch[key]) for key in call.reads}
+            began = time.perf_counter()
+            if call.kind == "train":
+                home = self.store.home(call.model)
+                self.store.drop_views(call.model)
+                params, state, written, metrics = program.executable(params, home.optimizer_state, own)
+                self.store.update(call.model, params, state)
+            else:
+                written, metrics = program.executable(params, own), None
+                self.store.release(call.name)
+        after = tuple(e.source for e in self.graph.edges if e.target == call.name and e.lag == 0)
+        pending.append(self._watch(call.name, "call", devices, began, after, (written, metrics)))
+        return written, metrics
+
+    def _run_host(self, call: Call, batch: dict, pending: list[_Pending]) -> dict:
+        read = jax.device_get({key: batch[key] for key in call.reads})
+        began = time.perf_counter()
+        written = self.host[call.name](read)
+        if set(written) != set(call.writes):
+            raise ValueError(f"host call {call.name} wrote {sorted(written)}, not {sorted(call.writes)}")
+        done: Future = Future()
+        done.set_result(time.perf_counter())
+        after = tuple(e.source for e in self.graph.edges if e.target == call.name and e.lag == 0)
+        pending.append(_Pending(call.name, "host", (), began, after, done))
+        return written
+
+    def _watch(self, name: str, kind: str, devices: tuple[int, ...], began: float, after, arrays) -> _Pending:
+        leaves = jax.tree.leaves(arrays)
+
+        def wait() -> float:
+            jax.block_until_ready(leaves)
+            return time.perf_counter()
+
+        return _Pending(name, kind, devices, began, after, self._pool.submit(wait))
+
+    def _drop(self, batch: dict, needed: set[str]) -> None:
+        for key in list(batch):
+            if key not in needed and key not in self._keep:
+                del batch[key]
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
+
+def _events(pending: list[_Pending], iteration: int, start: float) -> list[Event]:
+    """The timeline: something begins when it is dispatched, what it waits for is done and its devices are free."""
+    events: list[Event] = []
+    ends: dict[str, float] = {}
+    free: dict[int, float] = {}
+    for p in pending:
+        end = p.done.result() - start
+        begin = max(
+            [p.dispatched - start, *(ends[a] for a in p.after if a in ends), *(free.get(d, 0.0) for d in p.devices)]
+        )
+        begin = min(begin, end)
+        events.append(Event(p.name, p.kind, iteration, p.devices, begin, end))
+        ends[p.name] = end
+        free |= {d: end for d in p.devices}
+    return events

@@ -1,0 +1,59 @@
+"""Placements as jax meshes. The only module that asks jax for its devices."""
+
+import os
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from real_jax.spec.errors import UsageError
+from real_jax.spec.plan import MESH_AXES, Placement, Spec
+
+VIRTUAL_CPU_DEVICES = 8
+
+
+def prepare_devices(cpu_devices: int = VIRTUAL_CPU_DEVICES) -> None:
+    """Gives a machine without accelerators `cpu_devices` virtual devices. Has an effect only before jax's first use."""
+    try:
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+    except RuntimeError:
+        pass  # the backend is up already: its devices are what there is
+
+
+def use_compilation_cache(folder: str) -> None:
+    """Keeps compiled programs in `folder` across processes."""
+    os.makedirs(folder, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def devices() -> list[jax.Device]:
+    """All devices of the default backend, in the order in which placements number them."""
+    return jax.devices()
+
+
+def platform() -> str:
+    """JAX's name of the default backend: "cpu", "gpu" or "tpu"."""
+    return jax.default_backend()
+
+
+def make_mesh(placement: Placement, among: Sequence | None = None) -> Mesh:
+    """The mesh of a placement, with all of MESH_AXES as named axes (some of size one).
+
+    Raises UsageError where the placement names more devices than there are.
+    """
+    among = devices() if among is None else among
+    if placement.first + placement.count > len(among):
+        raise UsageError(
+            f"A placement asks for devices {placement.first} to {placement.first + placement.count - 1}, "
+            f"but there are {len(among)}."
+        )
+    chosen = np.asarray(among[placement.first : placement.first + placement.count], dtype=object)
+    return Mesh(chosen.reshape(tuple(placement.mesh_shape.values())), MESH_AXES)
+
+
+def named(mesh: Mesh, spec: Spec) -> NamedSharding:
+    """The jax sharding of a `spec.plan.partition` over `mesh`."""
+    return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec)))

@@ -1,0 +1,143 @@
+"""The weights of every model: one home each, and views in other layouts that carry the version they were made from."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from real_jax.reallocation.move import Mover
+from real_jax.runtime.calls import Program
+from real_jax.spec.dataflow import Graph
+
+
+class StaleView(RuntimeError):
+    """A call was handed weights older than the model's."""
+
+
+@dataclasses.dataclass
+class View:
+    """Weights in one layout, made from the home weights of `version`."""
+
+    params: dict[str, jax.Array]
+    version: int
+
+
+@dataclasses.dataclass
+class Home:
+    """A model's own weights.
+
+    Attributes:
+      params: under the home layout; numpy arrays where the model waits in host memory.
+      optimizer_state: of a trained model.
+      version: counts the updates.
+      views: layout key -> view.
+    """
+
+    params: dict[str, Any]
+    optimizer_state: Any = None
+    version: int = 0
+    views: dict[Any, View] = dataclasses.field(default_factory=dict)
+
+
+class WeightStore:
+    """Holds the models of one graph under one plan."""
+
+    def __init__(self, graph: Graph, programs: dict[str, Program]):
+        self._programs = programs
+        self._mover = Mover()
+        self._models: dict[str, Home] = {}
+        self.home_call = {model: _home_call(graph, model) for model in graph.models}
+        self.trained = {model for model in graph.models if graph.trains(model)}
+        self._offloaded = {
+            model
+            for model in graph.models
+            if all(programs[c.name].placement.offload for c in graph.calls if c.model == model)
+        }
+
+    def put(self, model: str, params: dict[str, Any], optimizer_state=None, version: int = 0) -> None:
+        """Takes a copy of `params` as the model's home weights, in the home call's layout."""
+        program = self._programs[self.home_call[model]]
+        dtype = np.dtype(program.stored_type)
+        if model in self._offloaded:
+            home = {k: np.asarray(x).astype(dtype) for k, x in params.items()}
+        else:
+            home = self._mover.move(params, program.weights, dtype)
+        if model in self.trained:
+            if optimizer_state is None:
+                optimizer_state = program.initial_optimizer_state(home)
+            else:
+                optimizer_state = jax.device_put(optimizer_state, program.optimizer_state_shardings, may_alias=False)
+        self._models[model] = Home(home, optimizer_state, version)
+
+    def home(self, model: str) -> Home:
+        return self._models[model]
+
+    def is_home(self, call: str) -> bool:
+        """Whether `call` takes its model's home weights as they are."""
+        program = self._programs[call]
+        own = self._programs[self.home_call[program.call.model]]
+        same = program.placement.layout == own.placement.layout and program.stored_type == own.stored_type
+        return same and program.call.model not in self._offloaded
+
+    def has_view(self, call: str) -> bool:
+        """Whether the weights for `call` exist in its layout and are current."""
+        program = self._programs[call]
+        home = self._models[program.call.model]
+        view = home.views.get(_view_key(program))
+        return self.is_home(call) or (view is not None and view.version == home.version)
+
+    def sources(self, call: str) -> list[jax.Array]:
+        """The device arrays that a reallocation for `call` would read."""
+        home = self._models[self._programs[call].call.model]
+        return [x for x in home.params.values() if isinstance(x, jax.Array)]
+
+    def moves_devices(self, call: str) -> bool:
+        """Whether a reallocation for `call` would leave the home's devices."""
+        program = self._programs[call]
+        return not self._mover.same_devices(self._models[program.call.model].params, program.weights)
+
+    def make_view(self, call: str) -> dict[str, jax.Array]:
+        """Reallocates the model's current weights into the layout of `call`."""
+        program = self._programs[call]
+        home = self._models[program.call.model]
+        params = self._mover.move(home.params, program.weights, program.stored_type)
+        home.views[_view_key(program)] = View(params, home.version)
+        return params
+
+    def params_for(self, call: str) -> dict[str, jax.Array]:
+        """The weights for `call`. Raises StaleView where the view in its layout is older than the model."""
+        program = self._programs[call]
+        home = self._models[program.call.model]
+        if self.is_home(call):
+            return home.params
+        view = home.views[_view_key(program)]
+        if view.version != home.version:
+            raise StaleView(f"{call}: weights of version {view.version}, but {program.call.model} is at {home.version}")
+        return view.params
+
+    def drop_views(self, model: str) -> None:
+        self._models[model].views.clear()
+
+    def release(self, call: str) -> None:
+        """Drops the view of an offloaded model after its call."""
+        model = self._programs[call].call.model
+        if model in self._offloaded:
+            self.drop_views(model)
+
+    def update(self, model: str, params: dict[str, jax.Array], optimizer_state) -> None:
+        """New home weights after a train call; every view is stale from here on and is dropped."""
+        home = self._models[model]
+        home.views.clear()
+        home.params, home.optimizer_state, home.version = params, optimizer_state, home.version + 1
+
+
+def _home_call(graph: Graph, model: str) -> str:
+    """A trained model lives where it trains (its last train call); a frozen one where it is first called."""
+    calls = [c for c in graph.order if c.model == model]
+    trains = [c for c in calls if c.kind == "train"]
+    return (trains[-1] if trains else calls[0]).name
+
+
+def _view_key(program: Program):
+    return program.placement.layout, np.dtype(program.stored_type).name
