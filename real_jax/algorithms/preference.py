@@ -8,24 +8,24 @@ from real_jax.spec.dataflow import Call, Graph
 
 GRAPH = Graph(
     name="preference",
-    inputs=("pair_tokens", "pair_lengths"),
-    calls=(Call("reward_train", "train", "reward", reads=("pair_tokens", "pair_lengths")),),
+    inputs=("tokens", "lengths"),
+    calls=(Call("reward_train", "train", "reward", reads=("tokens", "lengths")),),
 )
 
 
 def algorithm() -> Algorithm:
-    """Bradley-Terry on the scalar head at the last token. pair_tokens [B, 2, T]; index 0 of axis 1 is preferred."""
+    """Bradley-Terry on the scalar head at the last token. tokens [B, 2, T]; index 0 of axis 1 is preferred."""
 
     def prepare(batch):
         return dict(batch), {}, {}
 
     def loss(forward, rows, normalizer):
-        tokens, lengths = rows["pair_tokens"], rows["pair_lengths"]
+        tokens, lengths = rows["tokens"], rows["lengths"]
         scores = at_last_token(forward(tokens.reshape(-1, tokens.shape[-1])), lengths.reshape(-1))
         preferred, rejected = scores.reshape(-1, 2).T
         return preference_loss(preferred, rejected, normalizer)
 
     def weight(rows):
-        return jnp.float32(rows["pair_lengths"].shape[0])
+        return jnp.float32(rows["lengths"].shape[0])
 
     return Algorithm(GRAPH, train={"reward_train": TrainFunctions(prepare, weight, loss)})

@@ -86,13 +86,21 @@ def _written(build: Build, call, function, batch: Abstract) -> Abstract:
 
 
 def compile_programs(
-    build: Build, plan: ExecutionPlan, *, threads: int = 2, progress: Callable[[Program], Any] = lambda program: None
+    build: Build,
+    plan: ExecutionPlan,
+    *,
+    known: Mapping[str, Program] | None = None,
+    threads: int = 2,
+    progress: Callable[[Program], Any] = lambda program: None,
 ) -> dict[str, Program]:
     """Compiles every call of the graph under its placement, a few at a time; `progress` hears of each.
+
+    A call in `known` is taken from there instead.
 
     Every shape is known before the first compile starts: a call's inputs are what its writers write.
     """
     graph = build.algorithm.graph
+    known = known or {}
     carried = jax.eval_shape(lambda: dict(build.algorithm.initial))
     batch: Abstract = {**build.inputs, **build.host_writes, **carried}
     todo = []
@@ -107,6 +115,8 @@ def compile_programs(
 
     def one(item) -> Program:
         call, placement, mesh, function = item
+        if call.name in known:
+            return known[call.name]
         program = compile_call(
             call,
             placement,

@@ -54,6 +54,7 @@ class Program:
     call: Call
     placement: Placement
     mesh: Mesh
+    config: ModelProgramConfig
     executable: Callable
     weights: dict[str, NamedSharding]
     stored_type: Any
@@ -62,6 +63,15 @@ class Program:
     compile_seconds: float
     optimizer: optax.GradientTransformation | None = None
     optimizer_state_shardings: Any = None
+
+    def abstract_state(self):
+        """Shapes, types and shardings of a train call's parameters and optimizer state."""
+
+        def shaped(tree, sharding):
+            return jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh), tree, sharding)
+
+        params = shaped(abstract_params(weights(self.config.arch, self.config.head), self.stored_type), self.weights)
+        return params, shaped(jax.eval_shape(self.optimizer.init, params), self.optimizer_state_shardings)
 
     def initial_optimizer_state(self, params: Params):
         """The optimizer state of a train call before its first step, laid out as the call takes it."""
@@ -266,6 +276,7 @@ def compile_call(
         call=call,
         placement=placement,
         mesh=mesh,
+        config=config,
         executable=executable,
         weights=weight_shardings,
         stored_type=stored,

@@ -148,9 +148,7 @@ class Engine:
             moved = self.store.make_view(call.name)
             home = self.programs[self.store.home_call[call.model]].placement
             touched = tuple(sorted(set(devices) | set(home.devices)))
-            pending.append(
-                self._watch(f"reallocate {call.model} to {call.name}", "reallocation", touched, began, (), moved)
-            )
+            pending.append(self._watch(f"{call.model} to {call.name}", "reallocation", touched, began, (), moved))
         params = self.store.params_for(call.name)
         with jax.profiler.TraceAnnotation(call.name):
             own = {key: jax.device_put(batch[key], program.batch[key]) for key in call.reads}

@@ -47,13 +47,10 @@ class WeightStore:
         self._programs = programs
         self._mover = Mover()
         self._models: dict[str, Home] = {}
-        self.home_call = {model: _home_call(graph, model) for model in graph.models}
+        offloads = {name for name, program in programs.items() if program.placement.offload}
+        self.home_call = {model: _home_call(graph, model, offloads) for model in graph.models}
         self.trained = {model for model in graph.models if graph.trains(model)}
-        self._offloaded = {
-            model
-            for model in graph.models
-            if all(programs[c.name].placement.offload for c in graph.calls if c.model == model)
-        }
+        self._offloaded = {m for m in graph.models if self.home_call[m] in offloads}
 
     def put(self, model: str, params: dict[str, Any], optimizer_state=None, version: int = 0) -> None:
         """Takes a copy of `params` as the model's home weights, in the home call's layout."""
@@ -120,10 +117,10 @@ class WeightStore:
         self._models[model].views.clear()
 
     def release(self, call: str) -> None:
-        """Drops the view of an offloaded model after its call."""
-        model = self._programs[call].call.model
-        if model in self._offloaded:
-            self.drop_views(model)
+        """Drops the view that an offloading call was given."""
+        program = self._programs[call]
+        if program.placement.offload:
+            self._models[program.call.model].views.pop(_view_key(program), None)
 
     def update(self, model: str, params: dict[str, jax.Array], optimizer_state) -> None:
         """New home weights after a train call; every view is stale from here on and is dropped."""
@@ -132,11 +129,13 @@ class WeightStore:
         home.params, home.optimizer_state, home.version = params, optimizer_state, home.version + 1
 
 
-def _home_call(graph: Graph, model: str) -> str:
-    """A trained model lives where it trains (its last train call); a frozen one where it is first called."""
+def _home_call(graph: Graph, model: str, offloads: set[str]) -> str:
+    """A trained model lives where it trains (its last train call), a frozen one where it is first called; calls that
+    leave it in host memory come last."""
     calls = [c for c in graph.order if c.model == model]
     trains = [c for c in calls if c.kind == "train"]
-    return (trains[-1] if trains else calls[0]).name
+    staying = [c for c in calls if c.name not in offloads]
+    return trains[-1].name if trains else (staying or calls)[0].name
 
 
 def _view_key(program: Program):

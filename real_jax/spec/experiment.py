@@ -225,15 +225,21 @@ def check_experiment(e: Experiment) -> Experiment:
     return e
 
 
-def ppo_workload(e: Experiment, archs: dict[str, Arch]) -> Workload:
-    """The workload of the PPO stage, given the shapes of its models."""
+def workload(e: Experiment, stage: str, archs: dict[str, Arch]) -> Workload:
+    """The workload of a stage ("sft", "preference" or "ppo") on models of the given shapes."""
+    if stage == "ppo":
+        batch, rows = e.batch, 1
+        minibatches = {"actor_train": e.ppo.minibatches, "critic_train": e.ppo.minibatches}
+    else:
+        batch, minibatches, rows = getattr(e, stage).batch, {}, 2 if stage == "preference" else 1
     heads: dict[str, Head] = {m: "lm" if m in ("actor", "reference") else "scalar" for m in archs}
     return Workload(
         archs=archs,
         heads=heads,
-        batch=e.batch,
+        batch=batch,
         prompt_length=e.data.prompt_length,
         response_length=e.generation.response_length,
-        minibatches={"actor_train": e.ppo.minibatches, "critic_train": e.ppo.minibatches},
+        minibatches=minibatches,
+        rows=rows,
         compute_bytes={"float32": 4, "bfloat16": 2}[e.compute_type],
     )

@@ -139,6 +139,7 @@ class Workload:
       batch: sequences an iteration (B).
       prompt_length, response_length: P and R in tokens; a train or inference call sees P + R.
       minibatches: train call -> optimizer steps it takes per iteration, each on its own part of the batch.
+      rows: token rows per sequence of the batch: 2 where each is a preference pair.
       compute_bytes: bytes of one number in the compute type.
     """
 
@@ -148,6 +149,7 @@ class Workload:
     prompt_length: int
     response_length: int
     minibatches: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    rows: int = 1
     compute_bytes: int = 4
 
     @property

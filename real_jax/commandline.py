@@ -1,0 +1,74 @@
+"""What all commands share: reading the command line, and saying what went wrong in one paragraph."""
+
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from real_jax.spec.errors import RunError, UsageError
+from real_jax.spec.experiment import Experiment, check_experiment
+from real_jax.spec.files import load_experiment
+
+Options = TypeVar("Options")
+DEFAULT_CONFIG = "ppo-reviews"
+
+
+def cache_folder() -> Path:
+    """Where compiled programs and measured costs are kept: $REAL_JAX_CACHE, else the user's cache folder."""
+    return Path(os.environ.get("REAL_JAX_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "real_jax")
+
+
+def quiet_backends() -> None:
+    """Keeps the compiler's own log lines off the console; has an effect only before jax is imported."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
+def parse(options: type[Options], argv: list[str] | None, prog: str, description: str) -> tuple[Options, Experiment]:
+    """The command's own options, and the experiment: `--config` names a preset or file, other flags override its fields."""
+    import tyro
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    experiment = load_experiment(_config(argv))
+    command = dataclasses.make_dataclass(
+        "Command",
+        [
+            ("options", tyro.conf.OmitArgPrefixes[options], dataclasses.field(default=options())),
+            ("experiment", tyro.conf.OmitArgPrefixes[Experiment], dataclasses.field(default=experiment)),
+        ],
+        frozen=True,
+    )
+    config = (tyro.conf.FlagConversionOff,)
+    parsed = tyro.cli(command, prog=prog, description=description, args=argv, config=config)
+    return parsed.options, check_experiment(parsed.experiment)
+
+
+def _config(argv: list[str]) -> str:
+    """The value of --config, which decides the other flags' defaults."""
+    for i, word in enumerate(argv):
+        if word == "--config" and i + 1 < len(argv):
+            return argv[i + 1]
+        if word.startswith("--config="):
+            return word.partition("=")[2]
+    return DEFAULT_CONFIG
+
+
+def run(main: Callable[[], int | None]) -> int:
+    """Runs a command's body. Exit status: 0 done, 1 failed, 2 wrong usage; the user's errors come without a traceback."""
+    try:
+        return main() or 0
+    except UsageError as error:
+        return _say(error, 2)
+    except RunError as error:
+        return _say(error, 1)
+    except KeyboardInterrupt:
+        return _say("Interrupted.", 1)
+
+
+def _say(error: object, status: int) -> int:
+    with contextlib.suppress(OSError):
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return status

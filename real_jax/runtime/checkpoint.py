@@ -1,0 +1,110 @@
+"""Orbax checkpoints of a stage: asynchronous, whole or not at all, restored onto any layout."""
+
+import errno
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from real_jax.runtime.engine import Engine
+from real_jax.spec.errors import RunError
+
+
+class Checkpoints:
+    """The checkpoints of one stage under `folder`, numbered by the iterations done. The newest `keep` stay.
+
+    A checkpoint holds, per trained model, its weights and optimizer state, the carried keys, and `meta` (plain data).
+    Random numbers and the data position follow from the seed and the number of iterations.
+    """
+
+    def __init__(self, folder: Path, keep: int):
+        self.folder = folder.absolute()
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def latest(self) -> int | None:
+        """Iterations done at the newest whole checkpoint; None where there is none."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, engine: Engine, meta: Mapping[str, Any]) -> None:
+        """Starts writing; returns once the values are safe from later updates. Raises RunError where the disk is full."""
+        if self.latest() == step:
+            return
+        items: dict[str, Any] = {"meta": ocp.args.JsonSave(dict(meta))}
+        for model in sorted(engine.store.trained):
+            home = engine.store.home(model)
+            items[model] = ocp.args.StandardSave(_settled(home.params))
+            items[f"{model}_optimizer"] = ocp.args.StandardSave(_settled(home.optimizer_state))
+        if engine.carried:
+            items["carried"] = ocp.args.StandardSave(_settled(dict(engine.carried)))
+        trees = [item.item for name, item in items.items() if name != "meta"]
+        needed = sum(x.nbytes for x in jax.tree.leaves(trees))
+        self.wait()
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise self._full(f"it needs {needed / 2**20:.0f} MiB and {free / 2**20:.0f} MiB are free")
+        try:
+            self._manager.save(step, args=ocp.args.Composite(**items))
+        except Exception as error:
+            raise self._named(error) from error
+
+    def wait(self) -> None:
+        """Waits for a write in progress. Raises RunError where it failed."""
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._named(error) from error
+
+    def restore(self, step: int, engine: Engine) -> dict[str, Any]:
+        """Puts checkpoint `step` into the engine's store, in the layouts of its plan, and returns `meta`."""
+        items: dict[str, Any] = {"meta": ocp.args.JsonRestore()}
+        for model in sorted(engine.store.trained):
+            program = engine.programs[engine.store.home_call[model]]
+            params, state = program.abstract_state()
+            items[model] = ocp.args.StandardRestore(params)
+            items[f"{model}_optimizer"] = ocp.args.StandardRestore(state)
+        if engine.carried:
+            items["carried"] = ocp.args.StandardRestore(jax.tree.map(np.asarray, dict(engine.carried)))
+        found = self._manager.restore(step, args=ocp.args.Composite(**items))
+        for model in engine.store.trained:
+            engine.store.put(model, found[model], found[f"{model}_optimizer"], version=step)
+        if engine.carried:
+            engine.carried = jax.tree.map(np.asarray, found["carried"])
+        return found["meta"]
+
+    def restore_params(
+        self, step: int, model: str, shapes: Mapping[str, jax.ShapeDtypeStruct]
+    ) -> dict[str, np.ndarray]:
+        """The weights of one model, in host memory."""
+        target = {k: np.zeros(s.shape, s.dtype) for k, s in shapes.items()}
+        found = self._manager.restore(step, args=ocp.args.Composite(**{model: ocp.args.StandardRestore(target)}))
+        return found[model]
+
+    def close(self) -> None:
+        self.wait()
+        self._manager.close()
+
+    def _full(self, what: str) -> RunError:
+        last = self.latest()
+        kept = (
+            f"The checkpoint of iteration {last} is whole" if last is not None else "No checkpoint was written before"
+        )
+        return RunError(
+            f"No space for a checkpoint under {str(self.folder)!r}: {what}. {kept}; free some space or name another "
+            "run directory, and go on with --resume."
+        )
+
+    def _named(self, error: Exception) -> Exception:
+        text = str(error)
+        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text or "RESOURCE_EXHAUSTED" in text:
+            return self._full("the disk is full")
+        return error
+
+
+def _settled(tree):
+    """Copies of the arrays: Orbax may read them after `save` returned, and by then the next train call has donated them."""
+    return jax.tree.map(lambda x: jax.numpy.copy(x) if isinstance(x, jax.Array) else np.asarray(x), tree)

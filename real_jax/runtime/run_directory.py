@@ -1,0 +1,48 @@
+"""The folder of a run: never shared by two runs, never overwritten."""
+
+from pathlib import Path
+
+from real_jax.spec.errors import UsageError
+
+CONFIG, PLAN = "config.yaml", "plan.yaml"
+
+
+def new_run_directory(name: str, wanted: str = "") -> Path:
+    """The folder for a new run: `wanted`, which must not hold a run, or the first free one of runs/NAME, runs/NAME-2, ..."""
+    if wanted:
+        path = Path(wanted)
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"--run-dir {wanted!r} is a file. Name a folder.")
+        if path.is_dir() and any(path.iterdir()):
+            what = "already holds a run" if (path / CONFIG).exists() else "is not empty"
+            raise UsageError(f"--run-dir {wanted!r} {what}. Go on with it by --resume, or name another folder.")
+    else:
+        numbers = ("", *(f"-{i}" for i in range(2, 10000)))
+        path = next(p for p in (Path("runs") / f"{name}{n}" for n in numbers) if not p.exists())
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"The run directory {str(path)!r} cannot be made: {error.strerror}. Name another one."
+        ) from None
+    return path
+
+
+def existing_run_directory(name: str, wanted: str = "") -> Path:
+    """The folder of the run to go on with: `wanted`, or the newest of runs/NAME, runs/NAME-2, ..."""
+    if wanted:
+        path = Path(wanted)
+        if not (path / CONFIG).exists():
+            raise UsageError(f"--resume: {wanted!r} holds no run (it has no {CONFIG}). Check --run-dir.")
+        return path
+    runs = [
+        p
+        for p in Path("runs").glob(f"{name}*")
+        if (p / CONFIG).exists() and p.name.removeprefix(name).strip("-").isdigit()
+    ]
+    runs += [p for p in [Path("runs") / name] if (p / CONFIG).exists()]
+    if not runs:
+        raise UsageError(
+            f"--resume: there is no run runs/{name}. Name the run by --run-dir, or start it without --resume."
+        )
+    return max(runs, key=lambda p: (p / CONFIG).stat().st_mtime)
