@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 from real_jax.spec.errors import RunError, UsageError
 from real_jax.spec.experiment import Experiment, check_experiment
@@ -18,7 +18,10 @@ DEFAULT_CONFIG = "ppo-reviews"
 
 def cache_folder() -> Path:
     """Where compiled programs and measured costs are kept: $REAL_JAX_CACHE, else the user's cache folder."""
-    return Path(os.environ.get("REAL_JAX_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "real_jax")
+    return Path(
+        os.environ.get("REAL_JAX_CACHE")
+        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "real_jax"
+    )
 
 
 def quiet_backends() -> None:
@@ -36,13 +39,12 @@ def parse(options: type[Options], argv: list[str] | None, prog: str, description
     command = dataclasses.make_dataclass(
         "Command",
         [
-            ("options", tyro.conf.OmitArgPrefixes[options], dataclasses.field(default=options())),
-            ("experiment", tyro.conf.OmitArgPrefixes[Experiment], dataclasses.field(default=experiment)),
+            ("options", Annotated[options, tyro.conf.arg(name="")], dataclasses.field(default=options())),
+            ("experiment", Annotated[Experiment, tyro.conf.arg(name="")], dataclasses.field(default=experiment)),
         ],
         frozen=True,
     )
-    config = (tyro.conf.FlagConversionOff,)
-    parsed = tyro.cli(command, prog=prog, description=description, args=argv, config=config)
+    parsed = tyro.cli(command, prog=prog, description=description, args=argv)
     return parsed.options, check_experiment(parsed.experiment)
 
 

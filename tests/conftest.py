@@ -1,11 +1,18 @@
 """Eight virtual devices, strict type promotion: a silent fault becomes an error in every test."""
 
 import os
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# The programs are small and run a few times: most of a test's time would go into optimizing them.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+os.environ.setdefault("REAL_JAX_CACHE", tempfile.mkdtemp(prefix="real-jax-cache-"))
 
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Programs that several tests compile are compiled once in a session.
+jax.config.update("jax_compilation_cache_dir", os.path.join(os.environ["REAL_JAX_CACHE"], "xla"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -14,6 +14,8 @@ def action_mask(prompt_lengths: Array, lengths: Array, width: int) -> Array:
       lengths: [B] tokens of prompt and response.
       width: T - 1.
     """
+    if prompt_lengths.shape != lengths.shape or lengths.ndim != 1:
+        raise ValueError(f"shapes differ: {prompt_lengths.shape=} {lengths.shape=}")
     column = jnp.arange(width, dtype=jnp.int32)[None]
     return (column >= prompt_lengths[:, None] - 1) & (column < lengths[:, None] - 1)
 
@@ -57,6 +59,8 @@ def gae(
 
 def masked_mean(x: Array, mask: Array) -> Array:
     """Mean of the valid entries; 0 where there are none."""
+    if x.shape != mask.shape:
+        raise ValueError(f"shapes differ and would broadcast: {x.shape=} {mask.shape=}")
     return jnp.sum(jnp.where(mask, x, 0)) / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1)
 
 

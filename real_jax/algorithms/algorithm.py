@@ -57,4 +57,6 @@ class Algorithm:
 
 def at_last_token(values: Array, lengths: Array) -> Array:
     """values [B, T] at each row's last token, [B]."""
+    if lengths.shape != values.shape[:1]:
+        raise ValueError(f"shapes differ: {values.shape=} {lengths.shape=}")
     return jnp.take_along_axis(values, lengths[:, None] - 1, axis=1)[:, 0]

@@ -32,9 +32,11 @@ def token_rewards(
       ended: [B] whether the last token is the end token.
       kl_coef: scalar.
     """
-    if scores.shape != lengths.shape or log_probs.shape != reference_log_probs.shape:
+    rows = lengths.shape
+    if not rows == scores.shape == ended.shape == log_probs.shape[:1] or log_probs.shape != reference_log_probs.shape:
         raise ValueError(
-            f"shapes differ: {scores.shape=} {lengths.shape=} {log_probs.shape=} {reference_log_probs.shape=}"
+            f"shapes differ: {scores.shape=} {lengths.shape=} {ended.shape=} {log_probs.shape=} "
+            f"{reference_log_probs.shape=}"
         )
     width = log_probs.shape[1]
     mask = action_mask(prompt_lengths, lengths, width)

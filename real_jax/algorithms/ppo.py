@@ -51,8 +51,9 @@ def shaped_scores(raw: Array, config) -> Array:
 def experience(batch: Batch, config) -> dict[str, Array]:
     """Mask, advantages, returns (in the rewards' scale) [B, T - 1] and KL per sequence [B] of a batch of rollouts.
 
-    A response cut at the length limit is no terminal state: its last value stands in for the future (bootstrap). After
-    an end token the future is worth 0.
+    What follows a response is worth 0 where the response was given its score, for that is all it will get. Only a
+    response that was cut at the length limit and goes without a score (`score_needs_end`) is no terminal state: there
+    the value of its last token stands in for the future. Never both, or being cut would pay.
     """
     width = batch["tokens"].shape[1] - 1
     mask = action_mask(batch["prompt_lengths"], batch["lengths"], width)
@@ -61,7 +62,8 @@ def experience(batch: Batch, config) -> dict[str, Array]:
         batch["prompt_lengths"], batch["lengths"], batch["ended"], batch["kl_coef"], score_needs_end=config.score_needs_end,
     )  # fmt: skip
     values = value_norm.denormalize(batch["value_norm"], batch["values"])
-    bootstrap = jnp.where(batch["ended"], 0, at_last_token(values, batch["lengths"]))
+    open_ended = ~batch["ended"] & config.score_needs_end
+    bootstrap = jnp.where(open_ended, at_last_token(values, batch["lengths"]), 0)
     advantages, returns = gae(rewards, values[:, :-1], bootstrap, mask, config.gamma, config.gae_lambda)
     if config.normalize_advantages:
         advantages = whiten(advantages, mask)
@@ -113,8 +115,9 @@ def _critic_train(config) -> TrainFunctions:
         state = value_norm.update(
             batch["value_norm"], made["returns"], made["mask"], config.value_norm, config.value_norm_beta
         )
-        # The old values move to the new scale with the returns, so that clipping compares like with like.
-        old = value_norm.normalize(state, value_norm.denormalize(batch["value_norm"], batch["values"][:, :-1]))
+        # Clipping bounds how far the critic's own output moves: the old output stays as it was, whatever the scale of the
+        # returns did. Rescaled with them it would start out of reach of the new output, and the clip would stop learning.
+        old = batch["values"][:, :-1]
         returns = value_norm.normalize(state, made["returns"])
         rows = {"tokens": batch["tokens"], "mask": made["mask"], "old_values": old, "returns": returns}
         metrics = {"return": masked_mean(made["returns"], made["mask"])}

@@ -44,6 +44,12 @@ def rotate(x: Array, positions: Array, theta: float) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
+def attend(*args, **options) -> Array:
+    """`jax.nn.dot_product_attention`, which mixes bfloat16 and float32 on purpose."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.nn.dot_product_attention(*args, **options)
+
+
 class Blocks(nnx.Module):
     """The weights of all blocks, stacked along a leading layer axis; a scan hands one layer at a time to `layer`."""
 
@@ -106,7 +112,7 @@ class Transformer(nnx.Module):
             q, k, v = self._qkv(block, x, positions[:, None])
             cache = write_positions(cache, index, k[:, 0], v[:, 0], positions)
             keys, values = read_layer(cache, index)
-            out = jax.nn.dot_product_attention(q, keys, values, key_value_seq_lengths=positions + 1)
+            out = attend(q, keys, values, key_value_seq_lengths=positions + 1)
             return (self._feed_forward(block, self._attended(block, x, out)), cache), None
 
         layers = jnp.arange(self.arch.layers, dtype=jnp.int32)
@@ -132,7 +138,7 @@ class Transformer(nnx.Module):
         def body(x, state):
             block = nnx.merge(graph, state)
             q, k, v = self._qkv(block, x, positions)
-            out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
+            out = attend(q, k, v, is_causal=True, implementation=self.attention)
             x = self._feed_forward(block, self._attended(block, x, out))
             return x, None if cache is None else (k, v)
 

@@ -213,7 +213,7 @@ def train_function(
             return jnp.where(accepted, new, old)
 
         params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
-        metrics |= {"grad_norm": optax.global_norm(grads), "accepted": accepted.astype(jnp.float32)}
+        metrics |= {"grad_norm": optax.tree.norm(grads), "accepted": accepted.astype(jnp.float32)}
         return (params, jax.tree.map(keep, new_state, optimizer_state)), metrics
 
     def run(params: Params, optimizer_state, batch: Batch):

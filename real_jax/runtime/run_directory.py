@@ -5,27 +5,28 @@ from pathlib import Path
 from real_jax.spec.errors import UsageError
 
 CONFIG, PLAN = "config.yaml", "plan.yaml"
+_NUMBERS = [f"-{i}" for i in range(2, 10000)]
 
 
 def new_run_directory(name: str, wanted: str = "") -> Path:
     """The folder for a new run: `wanted`, which must not hold a run, or the first free one of runs/NAME, runs/NAME-2, ..."""
-    if wanted:
-        path = Path(wanted)
-        if path.exists() and not path.is_dir():
-            raise UsageError(f"--run-dir {wanted!r} is a file. Name a folder.")
-        if path.is_dir() and any(path.iterdir()):
-            what = "already holds a run" if (path / CONFIG).exists() else "is not empty"
-            raise UsageError(f"--run-dir {wanted!r} {what}. Go on with it by --resume, or name another folder.")
-    else:
-        numbers = ("", *(f"-{i}" for i in range(2, 10000)))
-        path = next(p for p in (Path("runs") / f"{name}{n}" for n in numbers) if not p.exists())
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"The run directory {str(path)!r} cannot be made: {error.strerror}. Name another one."
-        ) from None
-    return path
+    candidates = [Path(wanted)] if wanted else [Path("runs") / f"{name}{n}" for n in ("", *_NUMBERS)]
+    if wanted and candidates[0].exists() and not candidates[0].is_dir():
+        raise UsageError(f"--run-dir {wanted!r} is a file. Name a folder.")
+    if wanted and candidates[0].is_dir() and any(candidates[0].iterdir()):
+        what = "already holds a run" if (candidates[0] / CONFIG).exists() else "is not empty"
+        raise UsageError(f"--run-dir {wanted!r} {what}. Go on with it by --resume, or name another folder.")
+    for path in candidates:
+        try:
+            path.mkdir(parents=True, exist_ok=bool(wanted))  # making it is what claims it, should two runs start at once
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UsageError(
+                f"The run directory {str(path)!r} cannot be made: {error.strerror}. Name another one."
+            ) from None
+    raise UsageError(f"No folder is free for a run named {name!r}. Name one by --run-dir.")
 
 
 def existing_run_directory(name: str, wanted: str = "") -> Path:
@@ -38,7 +39,7 @@ def existing_run_directory(name: str, wanted: str = "") -> Path:
     runs = [
         p
         for p in Path("runs").glob(f"{name}*")
-        if (p / CONFIG).exists() and p.name.removeprefix(name).strip("-").isdigit()
+        if (p / CONFIG).exists() and p.name.removeprefix(f"{name}-").isdigit()
     ]
     runs += [p for p in [Path("runs") / name] if (p / CONFIG).exists()]
     if not runs:

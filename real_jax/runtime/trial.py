@@ -8,7 +8,7 @@ import numpy as np
 from real_jax.models.transformer import initialize
 from real_jax.runtime.build import Build, compile_programs
 from real_jax.runtime.calls import Program
-from real_jax.runtime.engine import Engine
+from real_jax.runtime.engine import Engine, Result
 from real_jax.runtime.weights import WeightStore
 from real_jax.spec.arch import weights
 from real_jax.spec.plan import ExecutionPlan
@@ -24,9 +24,16 @@ class Trial:
 
 
 def time_plan(
-    build: Build, plan: ExecutionPlan, *, iterations: int = 3, known: dict[str, Program] | None = None, progress=None
+    build: Build,
+    plan: ExecutionPlan,
+    *,
+    iterations: int = 3,
+    enough_seconds: float = 10.0,
+    known: dict[str, Program] | None = None,
+    progress=None,
 ) -> tuple[Trial, dict[str, Program]]:
-    """Runs one iteration to warm up and `iterations` more, and returns the times and the compiled programs.
+    """Runs one iteration to warm up and up to `iterations` more, no further one once `enough_seconds` are spent, and
+    returns the times and the compiled programs.
 
     Host calls are left out: they cost the same under every plan.
     """
@@ -40,7 +47,10 @@ def time_plan(
         store.put(model, jax.jit(initialize_for(table))(jax.random.fold_in(key, number)))
     host = {c.name: _zeros(build, c.writes) for c in graph.calls if c.kind == "host"}
     engine = Engine(graph, programs, store, host, build.algorithm.initial)
-    results = [engine.run_iteration(i, random_inputs(build, i)) for i in range(iterations + 1)][1:]
+    results: list[Result] = []
+    engine.run_iteration(0, random_inputs(build, 0))
+    while len(results) < iterations and sum(r.seconds for r in results) < enough_seconds:
+        results.append(engine.run_iteration(len(results) + 1, random_inputs(build, len(results) + 1)))
     engine.close()
     names = dict.fromkeys(e.name for r in results for e in r.events)
     events = {n: float(np.median([e.end - e.start for r in results for e in r.events if e.name == n])) for n in names}

@@ -208,7 +208,8 @@ def check_experiment(e: Experiment) -> Experiment:
     need(e.batch % p.minibatches == 0, "ppo.minibatches", p.minibatches, f"It must divide batch ({e.batch}).")
     need(0 <= p.gamma <= 1, "ppo.gamma", p.gamma, "It must lie in [0, 1].")
     need(0 <= p.gae_lambda <= 1, "ppo.gae_lambda", p.gae_lambda, "It must lie in [0, 1].")
-    for field in ("ratio_clip", "value_clip", "reward_clip", "max_ratio", "kl_horizon"):
+    need(0 <= p.value_norm_beta < 1, "ppo.value_norm_beta", p.value_norm_beta, "It must lie in [0, 1).")
+    for field in ("ratio_clip", "value_clip", "reward_clip", "max_ratio", "kl_target", "kl_horizon"):
         need(getattr(p, field) > 0, f"ppo.{field}", getattr(p, field), "It must be positive.")
     need(bool(e.actor.path or e.actor.arch), "actor.path", e.actor.path, "Give actor.path or actor.arch.")
     for name, config in (("actor", e.actor), ("critic", e.critic), ("reward.model", e.reward.model)):

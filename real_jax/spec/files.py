@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from real_jax.spec.errors import UsageError
-from real_jax.spec.experiment import Experiment, check_experiment
+from real_jax.spec.experiment import DataConfig, Experiment, check_experiment
 from real_jax.spec.hardware import Cluster, check_cluster
 from real_jax.spec.plan import ExecutionPlan, Placement
 
@@ -83,7 +83,7 @@ def read_yaml(path: Path | str):
         return yaml.safe_load(path.read_text())
     except FileNotFoundError:
         raise UsageError(f"There is no file {str(path)!r}. Check the path.") from None
-    except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{str(path)!r} cannot be read: {error}.") from None
     except yaml.YAMLError as error:
         raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
@@ -108,7 +108,15 @@ def load_experiment(name: str) -> Experiment:
         raise UsageError(
             f"There is no preset {name!r}. {hint}Presets: {', '.join(known)}; or give the path of a .yaml file."
         )
-    return check_experiment(from_data(Experiment, read_yaml(path) or {}, str(path)))
+    experiment = from_data(Experiment, read_yaml(path) or {}, str(path))
+    return check_experiment(dataclasses.replace(experiment, data=_beside(experiment.data, path.parent)))
+
+
+def _beside(data: DataConfig, folder: Path) -> DataConfig:
+    """Data files that lie beside the configuration are named relative to it; other paths stay as they are."""
+    names = {field: getattr(data, field) for field in ("prompts", "answers", "pairs", "held_out")}
+    found = {field: str(folder / name) for field, name in names.items() if name and (folder / name).is_file()}
+    return dataclasses.replace(data, **found)
 
 
 def save_experiment(experiment: Experiment, path: Path | str) -> None:
@@ -126,7 +134,11 @@ def save_cluster(cluster: Cluster, path: Path | str) -> None:
 
 def load_plan(path: Path | str) -> ExecutionPlan:
     """A plan from its YAML file: `cluster`, and under `calls` a placement a line."""
-    data, where = read_yaml(path), str(path)
+    return plan_from_data(read_yaml(path), str(path))
+
+
+def plan_from_data(data, where: str) -> ExecutionPlan:
+    """A plan from what `plan_data` gives; `where` names its source in errors."""
     if not isinstance(data, Mapping) or not isinstance(data.get("calls"), Mapping):
         raise UsageError(f"{where}: a plan needs a mapping 'calls' of call names to placements.")
     for key in data:

@@ -212,6 +212,6 @@ def validate(plan: ExecutionPlan, graph: Graph, work: Workload, cluster: Cluster
     known = {c.name for c in graph.calls if c.kind != "host"}
     for call in sorted(known - set(plan.placements)):
         raise UsageError(f"The plan has no placement for call {call!r}. Add a line for it under 'calls'.")
-    for call in known:
+    for call in sorted(known):
         if error := placement_error(call, plan[call], graph, work, cluster):
             raise UsageError(error)

@@ -1,0 +1,382 @@
+"""`python -m real_jax.search`: an execution plan for an experiment on a cluster; also `search_plan` for notebooks.
+
+A plan is searched stage by stage: every feasible placement of every call is costed, a search over the simulated timeline
+gives the best few plans, and on the machine at hand these and the symmetric heuristic are timed and the fastest is kept.
+"""
+
+import dataclasses
+import io
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from real_jax import commandline
+from real_jax.spec.costs import CostTable
+from real_jax.spec.errors import UsageError
+from real_jax.spec.experiment import Experiment
+from real_jax.spec.hardware import Cluster
+from real_jax.spec.plan import ExecutionPlan, Placement, validate
+
+AUTO, HEURISTIC = "auto", "heuristic:"
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A plan of one stage with its predicted and, where it was timed, its measured seconds per iteration."""
+
+    stage: str
+    origin: str
+    plan: ExecutionPlan
+    predicted: float
+    measured: float | None = None
+
+
+@dataclasses.dataclass
+class FoundPlan:
+    """A plan and all that is known of it; shows itself as tables and pictures.
+
+    Attributes:
+      plan: a placement for every call of every stage.
+      stages: the stages (`runtime.prepare.Stage`), in order.
+      costs: stage -> costs of the placements that were considered.
+      candidates: the plans that were compared.
+      programs: compiled programs that a Trainer can take over.
+    """
+
+    plan: ExecutionPlan
+    cluster: Cluster
+    stages: list[Any]
+    costs: dict[str, CostTable]
+    candidates: list[Candidate] = dataclasses.field(default_factory=list)
+    programs: dict[tuple, Any] = dataclasses.field(default_factory=dict)
+
+    def tables(self) -> list:
+        """The plan of each stage as a table (rich)."""
+        from real_jax.planner.report import plan_table
+
+        return [plan_table(self.of(s), s.graph, s.work, self.cluster, self.costs[s.name]) for s in self.stages]
+
+    def candidates_table(self):
+        """The plans that were compared, as a table (rich)."""
+        from rich.table import Table
+
+        from real_jax.planner.report import format_seconds
+
+        table = Table(title="Plans compared (seconds per iteration)")
+        for header in ("stage", "plan", "predicted", "measured"):
+            table.add_column(header, justify="left" if header in ("stage", "plan") else "right")
+        for c in self.candidates:
+            chosen = " *" if all(self.plan[k] == p for k, p in c.plan.placements.items()) else ""
+            measured = "-" if c.measured is None else format_seconds(c.measured)
+            table.add_row(c.stage, c.origin + chosen, format_seconds(c.predicted), measured)
+        return table
+
+    def of(self, stage) -> ExecutionPlan:
+        """The part of the plan that `stage` uses."""
+        calls = [c.name for c in stage.graph.calls if c.kind != "host"]
+        return ExecutionPlan(self.plan.cluster, {c: self.plan[c] for c in calls}, self.plan.origin)
+
+    def timeline(self, stage: str = "ppo"):
+        """The simulated timeline of a stage (`planner.simulate.Timeline`)."""
+        from real_jax.planner.simulate import simulate
+
+        s = next(s for s in self.stages if s.name == stage)
+        return simulate(self.of(s), s.graph, s.work, self.cluster, self.costs[stage])
+
+    def predicted(self, stage: str = "ppo") -> dict[str, float]:
+        """Predicted seconds of each call and reallocation of a stage."""
+        last = max(e.iteration for e in self.timeline(stage).events)
+        names = {}
+        for event in self.timeline(stage).events:
+            if event.iteration == last:
+                names[event.name] = event.end - event.start
+        return names
+
+    def figure(self, stage: str = "ppo", path: Path | str | None = None):
+        """The simulated timeline as a picture: a matplotlib figure, or a PNG at `path`."""
+        from real_jax.planner.report import gantt
+
+        return gantt(self.timeline(stage).events, path, f"Predicted timeline of {stage} on {self.cluster.name}")
+
+    def _repr_html_(self) -> str:
+        from rich.console import Console
+
+        console = Console(record=True, width=120, file=io.StringIO())
+        for table in [*self.tables(), self.candidates_table()]:
+            console.print(table)
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+class _Searcher:
+    """The parts of a search that all stages share."""
+
+    def __init__(self, experiment: Experiment, cluster: Cluster | None, note: Callable[[str], None]):
+        from real_jax.cost.measure import local_cluster
+        from real_jax.cost.store import Store
+        from real_jax.runtime import meshes
+        from real_jax.runtime.prepare import make_stages, model_archs
+
+        self.experiment, self.note = experiment, note
+        self.archs = model_archs(experiment)
+        self.stages = make_stages(experiment, self.archs)
+        self.store = Store(commandline.cache_folder())
+        here = (meshes.platform(), len(meshes.devices()))
+        self.cluster = cluster or local_cluster(self.store, note)
+        self.local = (self.cluster.platform, self.cluster.devices) == here
+        if self.cluster.devices > here[1]:
+            raise UsageError(
+                f"Cluster {self.cluster.name!r} has {self.cluster.devices} devices, but this process only {here[1]} to "
+                "compile for. Use python -m real_jax.search, which makes as many virtual ones."
+            )
+
+    def costs(self, stage, options: Mapping[str, Any]) -> CostTable:
+        from real_jax.cost.table import fill_costs
+
+        return fill_costs(stage.graph, stage.work, self.cluster, options, self.store, self.note)
+
+    def all_costs(self, stage) -> CostTable:
+        from real_jax.planner.enumerate import placements
+
+        calls = [c.name for c in stage.graph.calls]
+        options = {c: placements(c, stage.graph, stage.work, self.cluster) for c in calls}
+        for call, found in options.items():
+            if not found:
+                raise UsageError(self._why_none(stage, call))
+        return self.costs(stage, options)
+
+    def _why_none(self, stage, call: str) -> str:
+        from real_jax.spec.plan import placement_error
+
+        reason = placement_error(call, Placement(), stage.graph, stage.work, self.cluster)
+        return f"No placement on cluster {self.cluster.name!r} can serve call {call!r}. {reason or ''}"
+
+    def named_costs(self, stage, plan: ExecutionPlan) -> CostTable:
+        options = {c.name: [plan[c.name]] if c.kind != "host" else [Placement()] for c in stage.graph.calls}
+        return self.costs(stage, options)
+
+
+def _seconds(searcher: _Searcher, stage, plan: ExecutionPlan, costs: CostTable) -> float:
+    from real_jax.planner.simulate import iteration_seconds
+
+    return iteration_seconds(plan, stage.graph, stage.work, searcher.cluster, costs)
+
+
+def _time_candidates(searcher: _Searcher, stage, candidates: list[Candidate], programs: dict) -> list[Candidate]:
+    """Times each candidate on this machine; compiled programs are shared between them and kept in `programs`."""
+    from real_jax.cost.table import record_measurements
+    from real_jax.runtime.prepare import make_build
+    from real_jax.runtime.trial import time_plan
+
+    timed = []
+    build = make_build(searcher.experiment, stage, end_token=0, pad_token=0)
+    for number, candidate in enumerate(candidates, 1):
+        searcher.note(f"{stage.name}: timing plan {number} of {len(candidates)} ({candidate.origin})")
+        known = {
+            call: program
+            for (name, call, placement), program in programs.items()
+            if name == stage.name and candidate.plan[call] == placement
+        }
+        trial, made = time_plan(build, candidate.plan, known=known)
+        programs |= {(stage.name, call, p.placement): p for call, p in made.items()}
+        record_measurements(stage.graph, stage.work, searcher.cluster, candidate.plan, trial.events, searcher.store)
+        timed.append(dataclasses.replace(candidate, measured=trial.seconds))
+    return timed
+
+
+def _search_stage(
+    searcher: _Searcher, stage, timed: int, seed: int, programs: dict
+) -> tuple[Candidate, list, CostTable]:
+    """The best plan of one stage, the candidates compared, and the costs."""
+    from real_jax.planner.heuristics import symmetric
+    from real_jax.planner.search import search
+
+    costs = searcher.all_costs(stage)
+    base = symmetric(stage.graph, stage.work, searcher.cluster, costs)
+    result = search(stage.graph, stage.work, searcher.cluster, costs, seed=seed, initial=[base])
+    found = [Candidate(stage.name, plan.origin, plan, seconds) for plan, seconds in result.top]
+    plain = Candidate(stage.name, base.origin, base, _seconds(searcher, stage, base, costs))
+    if not (searcher.local and timed):
+        return found[0], [found[0], plain], costs
+    chosen = [c for c in found if c.plan.placements != base.placements][:timed] + [plain]
+    chosen = _time_candidates(searcher, stage, chosen, programs)
+    return min(chosen, key=lambda c: c.measured), chosen, costs
+
+
+def search_plan(
+    experiment: Experiment,
+    cluster: Cluster | None = None,
+    *,
+    timed: int = 2,
+    seed: int = 0,
+    fresh: bool = False,
+    note: Callable[[str], None] = lambda text: None,
+) -> FoundPlan:
+    """Finds a plan for every call of every stage.
+
+    Args:
+      cluster: what to plan for; None: the machine at hand, measured.
+      timed: how many of the best plans are timed on this machine, beside the symmetric heuristic, so that the plan
+        returned never measured slower than it; 0 trusts the prediction. Another cluster's plans are never timed.
+      fresh: search again even where the same search was done before.
+      note: hears of progress.
+    """
+    searcher = _Searcher(experiment, cluster, note)
+    key = searcher.store.key("plan", experiment, searcher.archs, searcher.cluster, timed, seed)
+    kept = None if fresh else searcher.store.load(key)
+    if kept:
+        note("plan found by an earlier search")
+        return _from_kept(searcher, kept)
+    placements, candidates, costs, programs = {}, [], {}, {}
+    for stage in searcher.stages:
+        best, compared, costs[stage.name] = _search_stage(searcher, stage, timed, seed, programs)
+        candidates += compared
+        placements |= best.plan.placements
+        measured = "" if best.measured is None else ", the fastest of those timed"
+        origin = best.origin + measured
+    plan = ExecutionPlan(searcher.cluster.name, placements, origin)
+    searcher.store.save(key, _keep(plan, candidates))
+    return FoundPlan(plan, searcher.cluster, searcher.stages, costs, candidates, programs)
+
+
+def _keep(plan: ExecutionPlan, candidates: list[Candidate]) -> dict:
+    from real_jax.spec.files import plan_data
+
+    kept = [{**dataclasses.asdict(c), "plan": plan_data(c.plan)} for c in candidates]
+    return {"plan": plan_data(plan), "candidates": kept}
+
+
+def _from_kept(searcher: _Searcher, kept: dict) -> FoundPlan:
+    from real_jax.spec.files import plan_from_data
+
+    plan = plan_from_data(kept["plan"], "the cache")
+    candidates = [Candidate(**{**c, "plan": plan_from_data(c["plan"], "the cache")}) for c in kept["candidates"]]
+    costs = {s.name: searcher.named_costs(s, plan) for s in searcher.stages}
+    return FoundPlan(plan, searcher.cluster, searcher.stages, costs, candidates)
+
+
+def given_plan(
+    experiment: Experiment,
+    plan: ExecutionPlan,
+    cluster: Cluster | None = None,
+    note: Callable[[str], None] = lambda text: None,
+) -> FoundPlan:
+    """A plan that the user wrote, checked against the experiment and the cluster, with its predicted costs."""
+    searcher = _Searcher(experiment, cluster, note)
+    _check(searcher, plan)
+    plan = dataclasses.replace(plan, cluster=searcher.cluster.name)
+    return FoundPlan(
+        plan, searcher.cluster, searcher.stages, {s.name: searcher.named_costs(s, plan) for s in searcher.stages}
+    )
+
+
+def heuristic_plan(
+    experiment: Experiment, name: str, cluster: Cluster | None = None, note: Callable[[str], None] = lambda text: None
+) -> FoundPlan:
+    """The plan of a named heuristic."""
+    from real_jax.planner.heuristics import HEURISTICS, heuristic
+
+    if name not in HEURISTICS:
+        raise UsageError(f"There is no heuristic {name!r}. Heuristics: {', '.join(HEURISTICS)}.")
+    searcher = _Searcher(experiment, cluster, note)
+    placements, costs = {}, {}
+    for stage in searcher.stages:
+        costs[stage.name] = searcher.all_costs(stage)
+        placements |= heuristic(name, stage.graph, stage.work, searcher.cluster, costs[stage.name]).placements
+    plan = ExecutionPlan(searcher.cluster.name, placements, f"heuristic {name}")
+    return FoundPlan(plan, searcher.cluster, searcher.stages, costs)
+
+
+def _check(searcher: _Searcher, plan: ExecutionPlan) -> None:
+    known: set[str] = set()
+    for stage in searcher.stages:
+        validate(plan, stage.graph, stage.work, searcher.cluster)
+        known |= {c.name for c in stage.graph.calls}
+    for call in plan.placements:
+        if call not in known:
+            raise UsageError(
+                f"The plan names call {call!r}, which this experiment does not make. Its calls: {', '.join(sorted(known))}."
+            )
+
+
+def find_plan(
+    wanted: str,
+    experiment: Experiment,
+    cluster: Cluster | None,
+    *,
+    timed: int = 2,
+    seed: int = 0,
+    fresh: bool = False,
+    note: Callable[[str], None] = lambda text: None,
+) -> FoundPlan:
+    """What `--plan` means: "auto", "heuristic:NAME", or the path of a plan file."""
+    from real_jax.spec.files import load_plan
+
+    if wanted == AUTO:
+        return search_plan(experiment, cluster, timed=timed, seed=seed, fresh=fresh, note=note)
+    if wanted.startswith(HEURISTIC):
+        return heuristic_plan(experiment, wanted.removeprefix(HEURISTIC), cluster, note)
+    return given_plan(experiment, load_plan(wanted), cluster, note)
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchOptions:
+    """Where to plan for and where to write.
+
+    Attributes:
+      config: a preset's name or the path of a YAML file.
+      cluster: path of a cluster file; empty: the machine at hand, measured.
+      out: path of the plan file to write; empty: plans/NAME-CLUSTER.yaml.
+      timed: plans to time on this machine beside the symmetric heuristic.
+      search_seed: seed of the search.
+      fresh: search again even where the same search was done before.
+    """
+
+    config: str = commandline.DEFAULT_CONFIG
+    cluster: str = ""
+    out: str = ""
+    timed: int = 2
+    search_seed: int = 0
+    fresh: bool = False
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command. Exit status: 0 done, 1 failed, 2 wrong usage."""
+
+    def body() -> None:
+        options, experiment = commandline.parse(
+            SearchOptions, argv, "python -m real_jax.search", "Find an execution plan for an experiment on a cluster."
+        )
+        _search_command(options, experiment)
+
+    return commandline.run(body)
+
+
+def _search_command(options: SearchOptions, experiment: Experiment) -> None:
+    from rich.console import Console
+
+    from real_jax.spec.files import load_cluster, save_plan
+
+    cluster = load_cluster(options.cluster) if options.cluster else None
+    commandline.quiet_backends()
+    from real_jax.runtime import meshes
+
+    meshes.prepare_devices(max(cluster.devices if cluster else 0, meshes.VIRTUAL_CPU_DEVICES))
+    meshes.use_compilation_cache(str(commandline.cache_folder() / "xla"))
+    console = Console()
+    found = search_plan(
+        experiment, cluster, timed=options.timed, seed=options.search_seed, fresh=options.fresh, note=console.print
+    )
+    for table in found.tables():
+        console.print(table)
+    console.print(found.candidates_table())
+    out = Path(options.out or Path("plans") / f"{experiment.name}-{found.cluster.name}.yaml")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_plan(found.plan, out)
+    picture = out.with_suffix(".png")
+    found.figure("ppo", picture)
+    console.print(f"Files written: {out}, {picture}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
