@@ -19,6 +19,7 @@ _NAMES = {
     "save_plan": "real_jax.spec.files",
     "load_cluster": "real_jax.spec.files",
     "search_plan": "real_jax.search",
+    "given_plan": "real_jax.search",
     "Trainer": "real_jax.runtime.trainer",
     "compare_table": "real_jax.planner.report",
     "gantt": "real_jax.planner.report",

@@ -117,6 +117,8 @@ class _Searcher:
         from real_jax.runtime import meshes
         from real_jax.runtime.prepare import make_stages, model_archs
 
+        meshes.prepare_devices()
+        meshes.use_compilation_cache(str(commandline.cache_folder() / "xla"))
         self.experiment, self.note = experiment, note
         self.archs = model_archs(experiment)
         self.stages = make_stages(experiment, self.archs)
@@ -362,7 +364,6 @@ def _search_command(options: SearchOptions, experiment: Experiment) -> None:
     from real_jax.runtime import meshes
 
     meshes.prepare_devices(max(cluster.devices if cluster else 0, meshes.VIRTUAL_CPU_DEVICES))
-    meshes.use_compilation_cache(str(commandline.cache_folder() / "xla"))
     console = Console()
     found = search_plan(
         experiment, cluster, timed=options.timed, seed=options.search_seed, fresh=options.fresh, note=console.print

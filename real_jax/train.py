@@ -50,7 +50,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(options: TrainOptions, experiment: Experiment) -> None:
-    from real_jax.runtime.run_directory import CONFIG, PLAN, existing_run_directory, new_run_directory
+    from real_jax.runtime.run_directory import (
+        CONFIG,
+        PLAN,
+        check_run_directory,
+        existing_run_directory,
+        new_run_directory,
+    )
     from real_jax.spec.files import load_cluster, load_plan, save_cluster
     from real_jax.spec.files import load_experiment as load
 
@@ -63,7 +69,9 @@ def _train(options: TrainOptions, experiment: Experiment) -> None:
         _check_same(load(str(run_dir / CONFIG)), experiment, run_dir)
         if wanted == "auto":
             wanted = str(run_dir / PLAN)
-    elif wanted != "auto" and not wanted.startswith("heuristic:"):
+    else:
+        check_run_directory(options.run_dir)
+    if wanted != "auto" and not wanted.startswith("heuristic:"):
         load_plan(wanted)  # its errors come before anything slow
     commandline.quiet_backends()
     from rich.console import Console
@@ -72,7 +80,6 @@ def _train(options: TrainOptions, experiment: Experiment) -> None:
     from real_jax.runtime.prepare import load_data, load_tokenizer, model_archs
 
     meshes.prepare_devices(options.cpu_devices)
-    meshes.use_compilation_cache(str(commandline.cache_folder() / "xla"))
     console = Console()
     archs = model_archs(experiment)
     load_data(experiment, load_tokenizer(experiment), archs)  # so that bad data is told before the search
@@ -151,6 +158,7 @@ def _run(console, experiment: Experiment, found, run_dir: Path, resume: bool) ->
     )
     try:
         trainer.fit()
+        trainer.export(run_dir / "actor")
     finally:
         listener.close()
         trainer.close()

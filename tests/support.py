@@ -123,10 +123,9 @@ KEEP = frozenset({"tokens", "lengths", "ended", "log_probs", "reference_log_prob
 
 
 def run(engine: Engine, iterations: int = 3, prompt: int = PROMPT, batch: int = BATCH) -> Record:
-    """Runs PPO iterations; tokens [iterations, B, T] and all losses in order."""
+    """Runs PPO iterations, each dispatched before the last has ended; tokens [iterations, B, T] and all losses in order."""
     tokens, losses, metrics, batches = [], [], [], []
-    for i in range(iterations):
-        result = engine.run_iteration(i, inputs(i, prompt, batch), keep=KEEP)
+    for result in engine.run(range(iterations), lambda i: inputs(i, prompt, batch), KEEP):
         batches.append({k: np.asarray(v) for k, v in result.batch.items() if k in KEEP})
         tokens.append(batches[-1]["tokens"])
         losses += [result.metrics[c]["loss"] for c in ("actor_train", "critic_train")]

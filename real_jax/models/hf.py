@@ -38,6 +38,17 @@ def load_arch(path: Path | str) -> tuple[Arch, Head]:
     return arch_from_config(_read_json(folder / "config.json"), str(folder / "config.json"))
 
 
+def check(path: Path | str) -> Arch:
+    """The shape of the model in folder `path`, once its weight files are there and name every tensor that it needs.
+
+    Reads headers only. Raises UsageError as `load` does.
+    """
+    folder = Path(path)
+    arch, head = load_arch(folder)
+    _check_names(_tensor_files(folder), tensors(arch, head), arch, head, folder)
+    return arch
+
+
 def load(path: Path | str) -> tuple[Arch, dict[str, np.ndarray]]:
     """Shape and float32 weights of the model in folder `path`, the weights keyed and shaped as `spec.arch.weights`.
 

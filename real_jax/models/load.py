@@ -9,10 +9,10 @@ from real_jax.spec.arch import Arch
 
 
 def load_arch(source: Path | str) -> Arch:
-    """The shape of the model at `source`, without reading its weights."""
+    """The shape of the model at `source`, whose weights are there; they are not read."""
     if gguf_file.is_gguf(source):
         return gguf_file.arch_from_header(gguf_file.read_header(source))
-    return hf.load_arch(source)[0]
+    return hf.check(source)
 
 
 def load_model(source: Path | str) -> tuple[Arch, dict[str, np.ndarray]]:

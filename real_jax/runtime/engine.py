@@ -6,12 +6,13 @@ One iteration:
      it; a move between devices may pass through the host, so the engine first lets other calls go ahead until its
      source is ready.
   3. Train calls donate weights and optimizer state; their models' views are stale from then on and are dropped.
-  4. Threads note when each result is ready; nothing else waits for the devices.
+  4. Threads note when each result is ready; nothing else waits for the devices, and the next iteration is dispatched
+     before this one has ended.
 """
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -40,8 +41,12 @@ class Event:
 
 @dataclasses.dataclass
 class Result:
-    """What an iteration leaves: batch keys that nobody drops, metrics by call, and the timeline."""
+    """What an iteration leaves: batch keys that nobody drops, metrics by call, and the timeline.
 
+    `seconds` run from the end of the iteration before (or the start, where that came later) to its own end.
+    """
+
+    iteration: int
     batch: dict[str, Any]
     metrics: dict[str, dict[str, np.ndarray]]
     events: list[Event]
@@ -56,6 +61,17 @@ class _Pending:
     dispatched: float
     after: tuple[str, ...]
     done: Future
+
+
+@dataclasses.dataclass
+class _Started:
+    """An iteration whose calls are all dispatched; `start` is a reading of the clock."""
+
+    iteration: int
+    start: float
+    batch: dict[str, Any]
+    pending: list[_Pending] = dataclasses.field(default_factory=list)
+    metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Engine:
@@ -80,36 +96,67 @@ class Engine:
         self.graph, self.programs, self.store = graph, dict(programs), store
         self.host, self.carried = dict(host or {}), dict(carried or {})
         self._pool = ThreadPoolExecutor(max_workers=4 * len(graph.calls) + 4, thread_name_prefix="watch")
-        self._keep: frozenset[str] = frozenset()
+        self._ends: dict[str, float] = {}  # of the newest finished iteration: name -> when it ended
+        self._free: dict[int, float] = {}  # device -> when the newest finished iteration left it
 
     def run_iteration(
         self, iteration: int, inputs: Mapping[str, np.ndarray], keep: frozenset[str] = frozenset()
     ) -> Result:
-        """One pass over the graph. Keys in `keep` stay in the result's batch; others are dropped after their last reader."""
-        start = time.perf_counter()
-        self._keep = keep
-        batch: dict[str, Any] = {**inputs, **self.carried}
-        carried: dict[str, Any] = {}
-        metrics: dict[str, Any] = {}
-        pending: list[_Pending] = []
+        """One pass over the graph, waiting for its end. Keys in `keep` stay in the result's batch; others are dropped
+        after their last reader."""
+        return self._finish(self._start(iteration, inputs, keep))
+
+    def run(
+        self,
+        iterations: range,
+        inputs: Callable[[int], Mapping[str, np.ndarray]],
+        keep: frozenset[str] = frozenset(),
+        pause: Callable[[int], bool] = lambda iteration: False,
+    ) -> Iterator[Result]:
+        """Results of iterations in order, each iteration dispatched before the one before it has ended, so that calls
+        of both overlap where their devices do not. After an iteration for which `pause` is true the next one is held
+        back until its result has been dealt with: the weights are then those of that iteration."""
+        started: _Started | None = None
+        for iteration in iterations:
+            following = self._start(iteration, inputs(iteration), keep)
+            if started is not None:
+                yield self._finish(started)
+            started = following
+            if pause(iteration):
+                yield self._finish(started)
+                started = None
+        if started is not None:
+            yield self._finish(started)
+
+    def _start(self, iteration: int, inputs: Mapping[str, np.ndarray], keep: frozenset[str]) -> "_Started":
+        started = _Started(iteration, time.perf_counter(), {**inputs, **self.carried})
+        batch, carried = started.batch, {}
         waiting = list(self.graph.order)
         while waiting:
             call = self._next(waiting, batch)
             waiting.remove(call)
-            written, call_metrics = self._dispatch(call, batch, pending, start)
+            written, metrics = self._dispatch(call, batch, started.pending)
             carried |= {k: v for k, v in written.items() if k in self.graph.carried}
             batch |= {k: v for k, v in written.items() if k not in self.graph.carried}
-            if call_metrics is not None:
-                metrics[call.name] = call_metrics
-            self._drop(batch, {key for c in waiting for key in c.reads})
+            if metrics is not None:
+                started.metrics[call.name] = metrics
+            needed = keep | {key for c in waiting for key in c.reads}
+            for key in set(batch) - needed:
+                del batch[key]
         self.carried |= carried
-        events = _events(pending, iteration, start)
-        fetched = jax.device_get(metrics)
-        return Result(batch, fetched, events, time.perf_counter() - start)
+        return started
+
+    def _finish(self, started: "_Started") -> Result:
+        events, ends = _events(started, self._ends, self._free)
+        seconds = max([*ends.values(), started.start]) - max([started.start, *self._free.values()])
+        self._ends = ends
+        for event in events:
+            self._free |= {d: max(self._free.get(d, 0.0), started.start + event.end) for d in event.devices}
+        return Result(started.iteration, started.batch, jax.device_get(started.metrics), events, max(seconds, 1e-9))
 
     def run_call(self, name: str, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Runs a single generate, inference or host call outside an iteration; used for evaluation."""
-        written, _ = self._dispatch(self.graph.call(name), dict(batch), [], time.perf_counter())
+        written, _ = self._dispatch(self.graph.call(name), dict(batch), [])
         return written
 
     def _next(self, waiting: list[Call], batch: Mapping[str, Any]) -> Call:
@@ -138,7 +185,7 @@ class Engine:
             crossing += self.store.sources(call.name)
         return crossing
 
-    def _dispatch(self, call: Call, batch: dict, pending: list[_Pending], start: float) -> tuple[dict, Any]:
+    def _dispatch(self, call: Call, batch: dict, pending: list[_Pending]) -> tuple[dict, Any]:
         if call.kind == "host":
             return self._run_host(call, batch, pending), None
         program = self.programs[call.name]
@@ -186,27 +233,23 @@ class Engine:
 
         return _Pending(name, kind, devices, began, after, self._pool.submit(wait))
 
-    def _drop(self, batch: dict, needed: set[str]) -> None:
-        for key in list(batch):
-            if key not in needed and key not in self._keep:
-                del batch[key]
-
     def close(self) -> None:
         self._pool.shutdown(wait=True)
 
 
-def _events(pending: list[_Pending], iteration: int, start: float) -> list[Event]:
-    """The timeline: something begins when it is dispatched, what it waits for is done and its devices are free."""
+def _events(
+    started: _Started, before: Mapping[str, float], free: Mapping[int, float]
+) -> tuple[list[Event], dict[str, float]]:
+    """The timeline, and when each thing ended: something begins when it is dispatched, what it waits for has ended and
+    its devices are free. `before` and `free` say the same of the iteration before, on the clock."""
     events: list[Event] = []
     ends: dict[str, float] = {}
-    free: dict[int, float] = {}
-    for p in pending:
-        end = p.done.result() - start
-        begin = max(
-            [p.dispatched - start, *(ends[a] for a in p.after if a in ends), *(free.get(d, 0.0) for d in p.devices)]
-        )
-        begin = min(begin, end)
-        events.append(Event(p.name, p.kind, iteration, p.devices, begin, end))
+    free = dict(free)
+    for p in started.pending:
+        end = p.done.result()
+        waits = [ends.get(name, before.get(name, 0.0)) for name in p.after]
+        begin = min(end, max([p.dispatched, *waits, *(free.get(d, 0.0) for d in p.devices)]))
+        events.append(Event(p.name, p.kind, started.iteration, p.devices, begin - started.start, end - started.start))
         ends[p.name] = end
         free |= {d: end for d in p.devices}
-    return events
+    return events, ends

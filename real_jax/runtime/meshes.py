@@ -22,7 +22,9 @@ def prepare_devices(cpu_devices: int = VIRTUAL_CPU_DEVICES) -> None:
 
 
 def use_compilation_cache(folder: str) -> None:
-    """Keeps compiled programs in `folder` across processes."""
+    """Keeps compiled programs in `folder` across processes, unless jax has been given a folder already."""
+    if jax.config.jax_compilation_cache_dir:
+        return
     os.makedirs(folder, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

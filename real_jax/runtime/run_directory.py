@@ -8,17 +8,27 @@ CONFIG, PLAN = "config.yaml", "plan.yaml"
 _NUMBERS = [f"-{i}" for i in range(2, 10000)]
 
 
-def new_run_directory(name: str, wanted: str = "") -> Path:
-    """The folder for a new run: `wanted`, which must not hold a run, or the first free one of runs/NAME, runs/NAME-2, ..."""
-    candidates = [Path(wanted)] if wanted else [Path("runs") / f"{name}{n}" for n in ("", *_NUMBERS)]
-    if wanted and candidates[0].exists() and not candidates[0].is_dir():
+def check_run_directory(wanted: str) -> None:
+    """Raises UsageError where `wanted` cannot hold a new run: it holds one, or something else."""
+    path = Path(wanted)
+    if wanted and path.exists() and not path.is_dir():
         raise UsageError(f"--run-dir {wanted!r} is a file. Name a folder.")
-    if wanted and candidates[0].is_dir() and any(candidates[0].iterdir()):
-        what = "already holds a run" if (candidates[0] / CONFIG).exists() else "is not empty"
+    if wanted and path.is_dir() and any(path.iterdir()):
+        what = "already holds a run" if (path / CONFIG).exists() else "is not empty"
         raise UsageError(f"--run-dir {wanted!r} {what}. Go on with it by --resume, or name another folder.")
+
+
+def new_run_directory(name: str, wanted: str = "") -> Path:
+    """Makes the folder of a new run: `wanted`, or the first free one of runs/NAME, runs/NAME-2, ...
+
+    Raises UsageError as `check_run_directory`, and where the folder cannot be made.
+    """
+    check_run_directory(wanted)
+    candidates = [Path(wanted)] if wanted else [Path("runs") / f"{name}{n}" for n in ("", *_NUMBERS)]
     for path in candidates:
         try:
-            path.mkdir(parents=True, exist_ok=bool(wanted))  # making it is what claims it, should two runs start at once
+            # Making it is what claims it, should two runs start at once.
+            path.mkdir(parents=True, exist_ok=bool(wanted))
             return path
         except FileExistsError:
             continue
@@ -37,9 +47,7 @@ def existing_run_directory(name: str, wanted: str = "") -> Path:
             raise UsageError(f"--resume: {wanted!r} holds no run (it has no {CONFIG}). Check --run-dir.")
         return path
     runs = [
-        p
-        for p in Path("runs").glob(f"{name}*")
-        if (p / CONFIG).exists() and p.name.removeprefix(f"{name}-").isdigit()
+        p for p in Path("runs").glob(f"{name}*") if (p / CONFIG).exists() and p.name.removeprefix(f"{name}-").isdigit()
     ]
     runs += [p for p in [Path("runs") / name] if (p / CONFIG).exists()]
     if not runs:

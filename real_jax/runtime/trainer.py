@@ -18,12 +18,15 @@ import jax
 import numpy as np
 
 from real_jax.data.corpus import Corpus
+from real_jax.models.hf import save as save_model
 from real_jax.models.load import load_model
 from real_jax.models.transformer import abstract_params, initialize
 from real_jax.runtime.build import compile_programs
 from real_jax.runtime.calls import Program
 from real_jax.runtime.checkpoint import Checkpoints
 from real_jax.runtime.engine import Engine, Event
+from real_jax.runtime.history import History
+from real_jax.runtime.meshes import prepare_devices
 from real_jax.runtime.metrics import MetricsLog, Row, flatten
 from real_jax.runtime.prepare import STAGES, Stage, load_data, load_tokenizer, make_build, make_stages, model_archs
 from real_jax.runtime.run_directory import CONFIG, PLAN
@@ -86,7 +89,7 @@ class Trainer:
       listener: hears of progress.
 
     Attributes:
-      metrics: one row per iteration done.
+      metrics: one row per iteration done; shows itself as a table and plots (`runtime.history.History`).
       events: timeline of the newest PPO iteration.
       before, after: evaluations around PPO.
     """
@@ -101,6 +104,7 @@ class Trainer:
         programs: Programs | None = None,
         listener: Listener | None = None,
     ):
+        prepare_devices()
         self.experiment, self.plan = experiment, plan
         self.archs = model_archs(experiment)
         self.stages = {s.name: s for s in make_stages(experiment, self.archs)}
@@ -133,8 +137,8 @@ class Trainer:
             files.save_plan(plan, self.run_dir / PLAN)
 
     @property
-    def metrics(self) -> list[Row]:
-        return self._log.rows
+    def metrics(self) -> History:
+        return History(self._log.rows)
 
     @property
     def done(self) -> int:
@@ -143,10 +147,11 @@ class Trainer:
 
     def fit(self, steps: int | None = None) -> "Trainer":
         """Runs every stage that is not done, PPO up to `steps` iterations in all (default: the experiment's)."""
-        self._load_actor()
-        for name in ("sft", "preference"):
-            if name in self.stages:
-                self._warm_up(self.stages[name])
+        if self._engine is None:
+            self._load_actor()
+            for name in ("sft", "preference"):
+                if name in self.stages:
+                    self._warm_up(self.stages[name])
         stage, steps = self.stages["ppo"], self.experiment.steps if steps is None else steps
         engine = self._ppo_engine()
         if self.before is None:
@@ -205,26 +210,34 @@ class Trainer:
 
     def _run(self, stage: Stage, engine: Engine, steps: int) -> None:
         """The loop of every stage."""
-        every, saved = self.experiment.checkpoint.every, self._checkpoints.get(stage.name)
-        while (step := self._done[stage.name]) < steps:
-            result = engine.run_iteration(step, self._inputs(stage, step), keep=frozenset({"lengths"}))
-            tokens = int(np.sum(np.asarray(result.batch["lengths"])))
-            row = flatten(stage.name, step, result, tokens)
+        done, saved = self._done[stage.name], self._checkpoints.get(stage.name)
+
+        def pause(step: int) -> bool:
+            return self._checkpoint_due(step + 1, steps) or self._evaluation_due(stage, step + 1, steps)
+
+        results = engine.run(range(done, steps), lambda i: self._inputs(stage, i), frozenset({"lengths"}), pause)
+        for result in results:
+            done = result.iteration + 1
+            row = flatten(stage.name, result.iteration, result, int(np.sum(np.asarray(result.batch["lengths"]))))
             if stage.name == "ppo":
                 self.events = result.events
-                if self._evaluation_due(step + 1, steps):
-                    row["held_out_reward"] = self.evaluate().reward
-            self._done[stage.name] = step + 1
+            if self._evaluation_due(stage, done, steps):
+                row["held_out_reward"] = self.evaluate().reward
+            self._done[stage.name] = done
             self._log.add(row)
             self.listener.row(row, steps)
-            if saved and (step + 1 == steps or (every and (step + 1) % every == 0)):
-                saved.save(step + 1, engine, self._meta)
+            if saved and self._checkpoint_due(done, steps):
+                saved.save(done, engine, self._meta)
         if saved:
             saved.wait()
 
-    def _evaluation_due(self, done: int, steps: int) -> bool:
+    def _checkpoint_due(self, done: int, steps: int) -> bool:
+        every = self.experiment.checkpoint.every
+        return done == steps or (every > 0 and done % every == 0)
+
+    def _evaluation_due(self, stage: Stage, done: int, steps: int) -> bool:
         every = self.experiment.evaluate_every
-        return bool(every) and done % every == 0 and done < steps
+        return stage.name == "ppo" and every > 0 and done % every == 0 and done < steps
 
     def _inputs(self, stage: Stage, step: int) -> dict[str, np.ndarray]:
         if stage.name == "sft":
@@ -246,8 +259,6 @@ class Trainer:
         return jax.device_get(jax.jit(lambda: initialize(table, key))())
 
     def _load_actor(self) -> None:
-        if "actor" in self._weights or self._engine is not None:
-            return
         if self._done.get("sft", 0) >= self.experiment.sft.steps > 0:
             return  # the fine-tuned weights come from their checkpoint
         self._weights["actor"] = self._load(self.experiment.actor, self.archs["actor"], weights(self.archs["actor"]), 0)
@@ -325,6 +336,10 @@ class Trainer:
     def params(self, model: str = "actor") -> HostParams:
         """A model's weights, in host memory."""
         return jax.device_get(self._ppo_engine().store.home(model).params)
+
+    def export(self, folder: Path | str) -> list[Path]:
+        """Writes the actor as a Hugging Face folder, with its tokenizer, and returns the files."""
+        return save_model(folder, self.archs["actor"], self.params("actor"), self.tokenizer)
 
     def close(self) -> None:
         """Waits for checkpoints in progress and closes the files."""

@@ -48,9 +48,10 @@ def time_plan(
     host = {c.name: _zeros(build, c.writes) for c in graph.calls if c.kind == "host"}
     engine = Engine(graph, programs, store, host, build.algorithm.initial)
     results: list[Result] = []
-    engine.run_iteration(0, random_inputs(build, 0))
-    while len(results) < iterations and sum(r.seconds for r in results) < enough_seconds:
-        results.append(engine.run_iteration(len(results) + 1, random_inputs(build, len(results) + 1)))
+    for result in engine.run(range(iterations + 1), lambda i: random_inputs(build, i), pause=lambda i: i == 0):
+        results += [result] if result.iteration else []
+        if sum(r.seconds for r in results) >= enough_seconds:
+            break
     engine.close()
     names = dict.fromkeys(e.name for r in results for e in r.events)
     events = {n: float(np.median([e.end - e.start for r in results for e in r.events if e.name == n])) for n in names}
