@@ -25,7 +25,7 @@ _NAMES = {
     "gantt": "real_jax.planner.report",
     "graph_table": "real_jax.planner.report",
 }
-__all__ = list(_NAMES)  # noqa: PLE0604
+__all__ = list(_NAMES)
 
 
 def __getattr__(name: str):

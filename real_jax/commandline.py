@@ -5,7 +5,6 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, TypeVar
 
 from real_jax.spec.errors import RunError, UsageError
@@ -14,14 +13,6 @@ from real_jax.spec.files import load_experiment
 
 Options = TypeVar("Options")
 DEFAULT_CONFIG = "ppo-reviews"
-
-
-def cache_folder() -> Path:
-    """Where compiled programs and measured costs are kept: $REAL_JAX_CACHE, else the user's cache folder."""
-    return Path(
-        os.environ.get("REAL_JAX_CACHE")
-        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "real_jax"
-    )
 
 
 def quiet_backends() -> None:

@@ -74,8 +74,9 @@ class FoundPlan:
 
     def of(self, stage) -> ExecutionPlan:
         """The part of the plan that `stage` uses."""
-        calls = [c.name for c in stage.graph.calls if c.kind != "host"]
-        return ExecutionPlan(self.plan.cluster, {c: self.plan[c] for c in calls}, self.plan.origin)
+        placements = {c.name: self.plan[c.name] for c in stage.graph.calls if c.kind != "host"}
+        mine = (c.origin for c in self.candidates if c.stage == stage.name and c.plan.placements == placements)
+        return ExecutionPlan(self.plan.cluster, placements, next(mine, self.plan.origin))
 
     def timeline(self, stage: str = "ppo"):
         """The simulated timeline of a stage (`planner.simulate.Timeline`)."""
@@ -108,21 +109,51 @@ class FoundPlan:
         return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
+def local_cluster(store, note: Callable[[str], None]) -> Cluster:
+    """The machine at hand as a cluster: probed the first time, then remembered."""
+    from real_jax.cost.measure import probe_cluster, probe_key
+
+    key = probe_key()
+    cluster = store.cluster(key)
+    if cluster is None:
+        note("measuring this machine (a few seconds, once)")
+        cluster = probe_cluster()
+        store.record_cluster(key, cluster)
+    return cluster
+
+
+def record_measurements(stage, cluster: Cluster, plan: ExecutionPlan, seconds: Mapping[str, float], store) -> None:
+    """Keeps measured seconds of a stage's calls for later searches.
+
+    Where virtual devices share their cores, calls that run side by side slow each other; a plan that allows it tells
+    nothing about a call alone, and is left out.
+    """
+    from real_jax.cost.table import measurement_key
+
+    calls = [c for c in stage.graph.calls if c.name in seconds]
+    placements = [plan[c.name] for c in calls if c.kind != "host"]
+    if cluster.shared_cores and not all(a.overlaps(b) for a in placements for b in placements):
+        return
+    for call in calls:
+        placement = Placement() if call.kind == "host" else plan[call.name]
+        if seconds[call.name] > 0:
+            store.record(measurement_key(call, stage.work, placement, cluster.name), seconds[call.name])
+
+
 class _Searcher:
     """The parts of a search that all stages share."""
 
     def __init__(self, experiment: Experiment, cluster: Cluster | None, note: Callable[[str], None]):
-        from real_jax.cost.measure import local_cluster
-        from real_jax.cost.store import Store
+        from real_jax.cost.store import Store, default_folder
         from real_jax.runtime import meshes
         from real_jax.runtime.prepare import make_stages, model_archs
 
         meshes.prepare_devices()
-        meshes.use_compilation_cache(str(commandline.cache_folder() / "xla"))
+        meshes.use_compilation_cache(str(default_folder() / "xla"))
         self.experiment, self.note = experiment, note
         self.archs = model_archs(experiment)
         self.stages = make_stages(experiment, self.archs)
-        self.store = Store(commandline.cache_folder())
+        self.store = Store()
         here = (meshes.platform(), len(meshes.devices()))
         self.cluster = cluster or local_cluster(self.store, note)
         self.local = (self.cluster.platform, self.cluster.devices) == here
@@ -135,7 +166,11 @@ class _Searcher:
     def costs(self, stage, options: Mapping[str, Any]) -> CostTable:
         from real_jax.cost.table import fill_costs
 
-        return fill_costs(stage.graph, stage.work, self.cluster, options, self.store, self.note)
+        def progress(done: int, total: int, what: str) -> None:
+            if done == total or done % 10 == 0:
+                self.note(f"{stage.name}: costed {done} of {total} layer programs")
+
+        return fill_costs(stage.graph, stage.work, self.cluster, options, self.store, progress)
 
     def all_costs(self, stage) -> CostTable:
         from real_jax.planner.enumerate import placements
@@ -166,24 +201,32 @@ def _seconds(searcher: _Searcher, stage, plan: ExecutionPlan, costs: CostTable) 
 
 def _time_candidates(searcher: _Searcher, stage, candidates: list[Candidate], programs: dict) -> list[Candidate]:
     """Times each candidate on this machine; compiled programs are shared between them and kept in `programs`."""
-    from real_jax.cost.table import record_measurements
-    from real_jax.runtime.prepare import make_build
+    from real_jax.runtime.prepare import load_tokenizer, make_build, program_key
     from real_jax.runtime.trial import time_plan
 
-    timed = []
-    build = make_build(searcher.experiment, stage, end_token=0, pad_token=0)
+    timed, experiment = [], searcher.experiment
+    tokenizer = load_tokenizer(experiment)
+    tokens = (tokenizer.eos_id, tokenizer.pad_id)
+    build = make_build(experiment, stage, *tokens)
     for number, candidate in enumerate(candidates, 1):
         searcher.note(f"{stage.name}: timing plan {number} of {len(candidates)} ({candidate.origin})")
-        known = {
-            call: program
-            for (name, call, placement), program in programs.items()
-            if name == stage.name and candidate.plan[call] == placement
-        }
+        keys = {c: program_key(experiment, stage.name, c, p, tokens) for c, p in candidate.plan.placements.items()}
+        known = {call: programs[key] for call, key in keys.items() if key in programs}
         trial, made = time_plan(build, candidate.plan, known=known)
-        programs |= {(stage.name, call, p.placement): p for call, p in made.items()}
-        record_measurements(stage.graph, stage.work, searcher.cluster, candidate.plan, trial.events, searcher.store)
+        programs |= {keys[call]: program for call, program in made.items()}
+        seconds = {k: v for k, v in trial.events.items() if stage.graph.has(k) and stage.graph.call(k).kind != "host"}
+        record_measurements(stage, searcher.cluster, candidate.plan, seconds, searcher.store)
         timed.append(dataclasses.replace(candidate, measured=trial.seconds))
     return timed
+
+
+def _unlike(candidates: list[Candidate], count: int) -> list[Candidate]:
+    """The first `count` candidates that differ in more than which devices their calls start on."""
+    kept: dict[tuple, Candidate] = {}
+    for c in candidates:
+        shape = tuple((call, dataclasses.replace(p, first=0)) for call, p in sorted(c.plan.placements.items()))
+        kept.setdefault(shape, c)
+    return list(kept.values())[:count]
 
 
 def _search_stage(
@@ -200,7 +243,9 @@ def _search_stage(
     plain = Candidate(stage.name, base.origin, base, _seconds(searcher, stage, base, costs))
     if not (searcher.local and timed):
         return found[0], [found[0], plain], costs
-    chosen = [c for c in found if c.plan.placements != base.placements][:timed] + [plain]
+    # One call alone is well predicted; it is where calls overlap that a second plan is worth its time.
+    timed = timed if len(stage.graph.calls) > 1 else 1
+    chosen = _unlike([c for c in found if c.plan.placements != base.placements], timed) + [plain]
     chosen = _time_candidates(searcher, stage, chosen, programs)
     return min(chosen, key=lambda c: c.measured), chosen, costs
 
@@ -224,8 +269,8 @@ def search_plan(
       note: hears of progress.
     """
     searcher = _Searcher(experiment, cluster, note)
-    key = searcher.store.key("plan", experiment, searcher.archs, searcher.cluster, timed, seed)
-    kept = None if fresh else searcher.store.load(key)
+    key = _search_key(searcher, timed, seed)
+    kept = None if fresh else searcher.store.plan(key)
     if kept:
         note("plan found by an earlier search")
         return _from_kept(searcher, kept)
@@ -234,11 +279,24 @@ def search_plan(
         best, compared, costs[stage.name] = _search_stage(searcher, stage, timed, seed, programs)
         candidates += compared
         placements |= best.plan.placements
-        measured = "" if best.measured is None else ", the fastest of those timed"
-        origin = best.origin + measured
-    plan = ExecutionPlan(searcher.cluster.name, placements, origin)
-    searcher.store.save(key, _keep(plan, candidates))
+    timing = ", the fastest of those timed" if any(c.measured is not None for c in candidates) else ""
+    plan = ExecutionPlan(searcher.cluster.name, placements, f"search, seed {seed}{timing}")
+    searcher.store.record_plan(key, _keep(plan, candidates))
     return FoundPlan(plan, searcher.cluster, searcher.stages, costs, candidates, programs)
+
+
+def _search_key(searcher: _Searcher, timed: int, seed: int) -> str:
+    """Equal for searches that must find the same: same graphs, workloads, cluster and software."""
+    import hashlib
+    import json
+
+    import jax
+
+    from real_jax.spec.files import to_data
+
+    stages = [[s.name, to_data(s.graph), to_data(s.work)] for s in searcher.stages]
+    content = [stages, to_data(searcher.cluster), timed, seed, jax.__version__]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _keep(plan: ExecutionPlan, candidates: list[Candidate]) -> dict:

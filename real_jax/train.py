@@ -146,11 +146,11 @@ def _say_plan(console, found) -> None:
 
 def _run(console, experiment: Experiment, found, run_dir: Path, resume: bool) -> None:
     from real_jax.cost.store import Store
-    from real_jax.cost.table import record_measurements
     from real_jax.planner.report import compare_table, gantt
     from real_jax.runtime.metrics import median_seconds
     from real_jax.runtime.progress import ConsoleListener
     from real_jax.runtime.trainer import Trainer
+    from real_jax.search import record_measurements
 
     listener = ConsoleListener(console)
     trainer = Trainer(
@@ -162,12 +162,14 @@ def _run(console, experiment: Experiment, found, run_dir: Path, resume: bool) ->
     finally:
         listener.close()
         trainer.close()
-    rows, store = [], Store(commandline.cache_folder())
+    rows, store = [], Store()
     for stage in found.stages:
         measured, predicted = median_seconds(trainer.metrics, stage.name), found.predicted(stage.name)
         names = dict.fromkeys([*predicted, *measured])
         rows += [(n, predicted.get(n), measured.get(n)) for n in names]
-        record_measurements(stage.graph, stage.work, found.cluster, found.plan, measured, store)
+        record_measurements(
+            stage, found.cluster, found.plan, {k: v for k, v in measured.items() if stage.graph.has(k)}, store
+        )
     console.print(compare_table(rows, "Seconds per call and reallocation (median over iterations)"))
     picture = run_dir / "timeline.png"
     if trainer.events:

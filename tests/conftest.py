@@ -5,8 +5,6 @@ import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# The programs are small and run a few times: most of a test's time would go into optimizing them.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 os.environ.setdefault("REAL_JAX_CACHE", tempfile.mkdtemp(prefix="real-jax-cache-"))
 
 import jax

@@ -44,7 +44,9 @@ def value_loss(
     the old ones), all arguments [B, N]: sum max(...) / 2 / normalizer."""
     _same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
     values, old_values, returns = (jnp.where(mask, x, 0) for x in (values, old_values, returns))
-    near = old_values + jnp.clip(values - old_values, -clip, clip)
+    change = values - old_values
+    # Within the clip the value itself, not old + change: rounding would count about half of them as clipped.
+    near = jnp.where(jnp.abs(change) <= clip, values, old_values + jnp.clip(change, -clip, clip))
     plain, clipped = (values - returns) ** 2, (near - returns) ** 2
     metrics = {"value_clip_fraction": jnp.sum(clipped > plain, dtype=jnp.float32) / normalizer}
     return 0.5 * jnp.sum(jnp.maximum(plain, clipped)) / normalizer, metrics

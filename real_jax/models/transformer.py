@@ -4,10 +4,12 @@ Every sequence starts in column 0 and is padded on the right, so a token's colum
 reaches padding, and no pad mask is needed anywhere in the model.
 """
 
+import zlib
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from real_jax.models.cache import Cache, read_layer, write_positions, write_prefix
@@ -171,13 +173,18 @@ class Transformer(nnx.Module):
 
 
 def initialize(table: Mapping[str, Weight], key: Array, dtype=jnp.float32) -> Params:
-    """Random weights: normal with variance 1 / fan_in, norm scales one. A weight's values depend on its name alone."""
+    """Random weights: normal with variance 1 / fan_in, norm scales one. A weight's values depend on `key` and its name.
+
+    Drawn on the host: a program that draws dozens of arrays takes longer to compile than a small model to train.
+    """
+    entropy = np.asarray(jax.random.key_data(key)).tolist()
 
     def one(name: str, weight: Weight) -> Array:
         if weight.fan_in == 0:
-            return jnp.ones(weight.shape, dtype)
-        own = jax.random.fold_in(key, sum(ord(c) * 31**i for i, c in enumerate(name)) % (1 << 31))
-        return jax.random.normal(own, weight.shape, dtype) * jnp.asarray(weight.fan_in**-0.5, dtype)
+            return jnp.asarray(np.ones(weight.shape, np.float32), dtype)
+        random = np.random.default_rng([*entropy, zlib.crc32(name.encode())])
+        values = random.standard_normal(weight.shape, np.float32) * np.float32(weight.fan_in**-0.5)
+        return jnp.asarray(values, dtype)
 
     return {name: one(name, weight) for name, weight in table.items()}
 

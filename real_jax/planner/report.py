@@ -65,7 +65,7 @@ def plan_table(plan: ExecutionPlan, graph: Graph, work: Workload, cluster: Clust
     # Where the terminal is narrow, the mesh folds at its words; names and numbers stay whole.
     for header, width in (("call", None), ("devices", None), ("mesh", len("tensor 16"))):
         table.add_column(header, no_wrap=width is None, min_width=width)
-    for header in ("micro-\nbatches", "seconds", f"weights +\nworking {name}", "source"):
+    for header in ("micro", "seconds", f"weights +\nworking {name}", "source"):
         table.add_column(header, justify="right", no_wrap=True)
     for call in graph.order:
         if call.kind == "host":
@@ -89,22 +89,16 @@ def plan_table(plan: ExecutionPlan, graph: Graph, work: Workload, cluster: Clust
     return table
 
 
-def graph_table(graph: Graph) -> Table:
-    """One row per call, in order: its kind and model, what it reads and writes, and the calls it waits for."""
-    table = Table(
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
-        title=f"Graph {graph.name}",
-        caption="Calls with a * are those of the iteration before.",
-    )
-    for header in ("call", "kind\nmodel", "reads", "writes", "waits for"):
-        table.add_column(header, no_wrap=header in ("call", "kind\nmodel"), overflow="fold")
+def graph_table(graph: Graph, keys: bool = False) -> Table:
+    """One row per call, in order: its kind and model, and the calls it waits for; with `keys` what it reads and writes."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=f"Graph {graph.name}")
+    table.caption = "Calls with a * are those of the iteration before."
+    for header in ("call", "kind", "model", *(("reads", "writes") if keys else ()), "waits for"):
+        table.add_column(header, no_wrap=header in ("call", "kind", "model"))
     for call in graph.order:
         waits = dict.fromkeys(e.source + "*" * e.lag for e in graph.edges if e.target == call.name)
-        table.add_row(
-            call.name, f"{call.kind}\n{call.model}", ", ".join(call.reads), ", ".join(call.writes), ", ".join(waits)
-        )
+        more = (", ".join(call.reads), ", ".join(call.writes)) if keys else ()
+        table.add_row(call.name, call.kind, call.model or "-", *more, ", ".join(waits))
     return table
 
 

@@ -13,7 +13,8 @@ class Mover:
     """Moves trees between layouts. Programs are compiled once for each pair of layouts and kept.
 
     Between layouts over the same devices the whole tree moves in one compiled program; between different devices by
-    `jax.device_put`. What comes back never shares memory with the source, so donating the source later is safe.
+    `jax.device_put`. What comes back never lives in memory that the source can give away, so donating the source later
+    is safe. (On its way through the host of a CPU backend a leaf may be shared; jax then copies instead of donating it.)
     """
 
     def __init__(self):

@@ -225,6 +225,21 @@ def train_function(
     return run
 
 
+# On the CPU backend these make the same program in a sixth of the time, and it runs as fast.
+_CPU_OPTIONS = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
+
+
+def compile_lowered(lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:
+    """Compiles for the mesh's devices, with the options that suit them where this version of the compiler has them."""
+    if mesh.devices.flat[0].platform == "cpu":
+        try:
+            return lowered.compile(compiler_options=_CPU_OPTIONS)
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+    return lowered.compile()
+
+
 def compile_call(
     call: Call,
     placement: Placement,
@@ -271,7 +286,8 @@ def compile_call(
         return function(*args)
 
     named_function.__name__ = named_function.__qualname__ = call.name
-    executable = jax.jit(named_function, donate_argnums=donated, out_shardings=out).lower(*inputs).compile()
+    lowered = jax.jit(named_function, donate_argnums=donated, out_shardings=out).lower(*inputs)
+    executable = compile_lowered(lowered, mesh)
     return Program(
         call=call,
         placement=placement,

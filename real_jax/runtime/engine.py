@@ -28,7 +28,7 @@ HostFunction = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Something that occupied devices, in seconds from the iteration's start. `kind` is "call", "reallocation" or
+    """Something that occupied devices, in seconds from the start of the iteration's first event. `kind` is "call", "reallocation" or
     "host"; `devices` are device numbers, none for the host."""
 
     name: str
@@ -148,10 +148,10 @@ class Engine:
 
     def _finish(self, started: "_Started") -> Result:
         events, ends = _events(started, self._ends, self._free)
-        seconds = max([*ends.values(), started.start]) - max([started.start, *self._free.values()])
+        seconds = max(ends.values()) - max(started.start, *self._ends.values(), 0.0)
         self._ends = ends
-        for event in events:
-            self._free |= {d: max(self._free.get(d, 0.0), started.start + event.end) for d in event.devices}
+        for p in started.pending:
+            self._free |= {d: max(self._free.get(d, 0.0), ends[p.name]) for d in p.devices}
         return Result(started.iteration, started.batch, jax.device_get(started.metrics), events, max(seconds, 1e-9))
 
     def run_call(self, name: str, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,7 +249,8 @@ def _events(
         end = p.done.result()
         waits = [ends.get(name, before.get(name, 0.0)) for name in p.after]
         begin = min(end, max([p.dispatched, *waits, *(free.get(d, 0.0) for d in p.devices)]))
-        events.append(Event(p.name, p.kind, started.iteration, p.devices, begin - started.start, end - started.start))
+        events.append(Event(p.name, p.kind, started.iteration, p.devices, begin, end))
         ends[p.name] = end
         free |= {d: end for d in p.devices}
-    return events, ends
+    zero = min(e.start for e in events)
+    return [dataclasses.replace(e, start=e.start - zero, end=e.end - zero) for e in events], ends

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from real_jax.runtime.engine import Result
@@ -29,7 +30,24 @@ def flatten(stage: str, step: int, result: Result, tokens: int) -> Row:
     return row
 
 
-TIMINGS = ("seconds", "iteration_seconds", "tokens_per_second")  # what differs between two runs of the same experiment
+TIMINGS = ("seconds", "iteration_seconds", "tokens_per_second", "compiles")  # what differs between two equal runs
+
+
+class CompileCounter:
+    """Counts the programs that jax compiles or loads from its cache, so that no recompilation goes unseen."""
+
+    def __init__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._hear)
+
+    def _hear(self, name: str, seconds: float, **_) -> None:
+        del seconds
+        self.count += name.endswith("backend_compile_duration")
+
+    def since(self) -> int:
+        """Programs compiled since the last time this was asked."""
+        count, self.count = self.count, 0
+        return count
 
 
 class MetricsLog:

@@ -21,8 +21,15 @@ from real_jax.runtime.optimizer import make_optimizer
 from real_jax.spec.arch import ARCHS, Arch, parameter_count
 from real_jax.spec.dataflow import Graph
 from real_jax.spec.errors import UsageError
-from real_jax.spec.experiment import Experiment, ModelConfig, OptimizerConfig, check_experiment, workload
-from real_jax.spec.plan import Workload
+from real_jax.spec.experiment import (
+    CheckpointConfig,
+    Experiment,
+    ModelConfig,
+    OptimizerConfig,
+    check_experiment,
+    workload,
+)
+from real_jax.spec.plan import Placement, Workload
 
 STAGES = ("sft", "preference", "ppo")
 
@@ -135,6 +142,13 @@ def make_build(e: Experiment, stage: Stage, end_token: int, pad_token: int) -> B
         end_token=end_token,
         pad_token=pad_token,
     )
+
+
+def program_key(e: Experiment, stage: str, call: str, placement: Placement, tokens: tuple[int, int]) -> tuple:
+    """Equal where two compiled programs would be: everything of the experiment that a program may depend on is in it.
+    `tokens` are the ids of the end token and of padding."""
+    free = dataclasses.replace(e, name="", steps=1, evaluate_every=0, checkpoint=CheckpointConfig())
+    return free, stage, call, placement, tokens
 
 
 def model_counts(archs: Mapping[str, Arch]) -> dict[str, int]:

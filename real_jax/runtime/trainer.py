@@ -27,8 +27,17 @@ from real_jax.runtime.checkpoint import Checkpoints
 from real_jax.runtime.engine import Engine, Event
 from real_jax.runtime.history import History
 from real_jax.runtime.meshes import prepare_devices
-from real_jax.runtime.metrics import MetricsLog, Row, flatten
-from real_jax.runtime.prepare import STAGES, Stage, load_data, load_tokenizer, make_build, make_stages, model_archs
+from real_jax.runtime.metrics import CompileCounter, MetricsLog, Row, flatten
+from real_jax.runtime.prepare import (
+    STAGES,
+    Stage,
+    load_data,
+    load_tokenizer,
+    make_build,
+    make_stages,
+    model_archs,
+    program_key,
+)
 from real_jax.runtime.run_directory import CONFIG, PLAN
 from real_jax.runtime.weights import WeightStore
 from real_jax.spec import files
@@ -38,7 +47,7 @@ from real_jax.spec.experiment import Experiment, ModelConfig
 from real_jax.spec.plan import ExecutionPlan
 
 HostParams = dict[str, np.ndarray]
-Programs = dict[tuple, Program]  # compiled programs that a search has left, by (stage, call, placement)
+Programs = dict[tuple, Program]  # compiled programs that a search has left, by `prepare.program_key`
 
 
 class Listener(Protocol):
@@ -121,6 +130,7 @@ class Trainer:
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None
         self._log = MetricsLog(self.run_dir)
+        self._compiles = CompileCounter()
         self._engine: Engine | None = None
         self._done = {name: 0 for name in self.stages}
         self._meta: dict[str, Any] = {}
@@ -139,6 +149,10 @@ class Trainer:
     @property
     def metrics(self) -> History:
         return History(self._log.rows)
+
+    @property
+    def _tokens(self) -> tuple[int, int]:
+        return self.tokenizer.eos_id, self.tokenizer.pad_id
 
     @property
     def done(self) -> int:
@@ -196,15 +210,16 @@ class Trainer:
         return self._engine
 
     def _make_engine(self, stage: Stage) -> Engine:
-        build = make_build(self.experiment, stage, self.tokenizer.eos_id, self.tokenizer.pad_id)
-        cached = {
-            c.name: self.programs[key]
+        build = make_build(self.experiment, stage, *self._tokens)
+        keys = {
+            c.name: program_key(self.experiment, stage.name, c.name, self.plan[c.name], self._tokens)
             for c in stage.graph.calls
-            if c.kind != "host" and (key := (stage.name, c.name, self.plan[c.name])) in self.programs
+            if c.kind != "host"
         }
+        known = {call: self.programs[key] for call, key in keys.items() if key in self.programs}
         self.listener.stage(stage.name, stage.steps, self._done[stage.name])
-        programs = compile_programs(build, self.plan, known=cached, progress=self.listener.compiled)
-        self.programs |= {(stage.name, name, p.placement): p for name, p in programs.items()}
+        programs = compile_programs(build, self.plan, known=known, progress=self.listener.compiled)
+        self.programs |= {keys[call]: program for call, program in programs.items()}
         host = {"reward_function": self._score_on_host} if self.experiment.reward.function else {}
         return Engine(stage.graph, programs, WeightStore(stage.graph, programs), host, build.algorithm.initial)
 
@@ -215,10 +230,12 @@ class Trainer:
         def pause(step: int) -> bool:
             return self._checkpoint_due(step + 1, steps) or self._evaluation_due(stage, step + 1, steps)
 
+        self._compiles.since()  # those of building the stage do not count
         results = engine.run(range(done, steps), lambda i: self._inputs(stage, i), frozenset({"lengths"}), pause)
         for result in results:
             done = result.iteration + 1
             row = flatten(stage.name, result.iteration, result, int(np.sum(np.asarray(result.batch["lengths"]))))
+            row["compiles"] = self._compiles.since()
             if stage.name == "ppo":
                 self.events = result.events
             if self._evaluation_due(stage, done, steps):
@@ -256,7 +273,7 @@ class Trainer:
 
     def _initial(self, table: Mapping[str, Weight], purpose: int) -> HostParams:
         key = jax.random.fold_in(jax.random.key(self.experiment.seed), purpose)
-        return jax.device_get(jax.jit(lambda: initialize(table, key))())
+        return jax.device_get(initialize(table, key))
 
     def _load_actor(self) -> None:
         if self._done.get("sft", 0) >= self.experiment.sft.steps > 0:

@@ -43,8 +43,7 @@ def time_plan(
     store = WeightStore(graph, programs)
     key = jax.random.key(0)
     for number, (model, config) in enumerate(build.models.items()):
-        table = weights(config.arch, config.head)
-        store.put(model, jax.jit(initialize_for(table))(jax.random.fold_in(key, number)))
+        store.put(model, initialize(weights(config.arch, config.head), jax.random.fold_in(key, number)))
     host = {c.name: _zeros(build, c.writes) for c in graph.calls if c.kind == "host"}
     engine = Engine(graph, programs, store, host, build.algorithm.initial)
     results: list[Result] = []
@@ -57,15 +56,6 @@ def time_plan(
     events = {n: float(np.median([e.end - e.start for r in results for e in r.events if e.name == n])) for n in names}
     bytes_ = {name: program.work_bytes for name, program in programs.items()}
     return Trial(float(np.median([r.seconds for r in results])), events, bytes_), programs
-
-
-def initialize_for(table):
-    """A function of a key that makes the weights of `table`."""
-
-    def run(key):
-        return initialize(table, key)
-
-    return run
 
 
 def random_inputs(build: Build, seed: int) -> dict[str, np.ndarray]:

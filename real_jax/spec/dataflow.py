@@ -86,6 +86,9 @@ class Graph:
                 )
         self.order  # a cycle is an error here, not at the first run
 
+    def has(self, name: str) -> bool:
+        return any(c.name == name for c in self.calls)
+
     def call(self, name: str) -> Call:
         return next(c for c in self.calls if c.name == name)
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,10 +12,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
 def start(folder, *arguments):
-    # The tests' own compiler flags stay out of it.
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     command = [sys.executable, "-m", "real_jax.train", *arguments]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
 def held_out(text):

@@ -122,3 +122,10 @@ def test_a_finished_run_refuses_another_configuration_and_a_second_start(runs, c
     assert train.main(["--config", config, "--run-dir", str(straight), "--resume", "--seed", "7"]) == 2
     assert "has seed = 0, but now it is 7" in capsys.readouterr().err
     assert len(_rows(straight)) == 9
+
+
+def test_compiles_are_counted_and_end_after_the_first_iterations(runs):
+    straight, _ = runs
+    rows = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["compiles"] >= 0
+    assert [row["compiles"] for row in rows if row["stage"] == "ppo"][1] == 0

@@ -47,8 +47,9 @@ def test_plan_table_rows():
 
 
 def test_graph_table_marks_the_iteration_before():
-    shown = text(graph_table(PPO))
+    shown = text(graph_table(PPO, keys=True))
     assert "actor_train*" in shown and "reference_logprobs" in shown
+    assert "reference_logprobs" not in text(graph_table(PPO))
 
 
 def test_compare_table_ratio():
