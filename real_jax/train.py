@@ -94,6 +94,7 @@ def _train(options: TrainOptions, experiment: Experiment) -> None:
         run_dir = new_run_directory(experiment.name, options.run_dir)
     _say_plan(console, found)
     save_cluster(found.cluster, run_dir / "cluster.yaml")
+    found.figure("ppo", run_dir / "timeline-predicted.png")
     _run(console, experiment, found, run_dir, options.resume)
 
 

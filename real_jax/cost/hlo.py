@@ -302,11 +302,11 @@ class _Walk:
         return Summary(bytes=volume, kernels=float(self.scalars or any(a.size > 1 for a in i.arrays)))
 
     def _loop(self, step: Summary, times: int) -> Summary:
-        if not self.rows or times % self.rows:
+        if not self.rows or times % self.rows or step.products or step.collectives:
             return step * times
         # A loop over rows is one operation (a scatter) that the compiler at hand spells out; it runs as one kernel.
         volume = Linear(0.0, (step.bytes.fixed + step.bytes.per_row) * times / self.rows)
-        return Summary(step.products, volume, 1.0, step.collectives)
+        return Summary(bytes=volume, kernels=1.0)
 
     def _collective(self, i: Instruction, kind: str, operands: list[Instruction]) -> Summary:
         group = group_size(i.attributes, self.devices)

@@ -136,7 +136,7 @@ def gantt(events: Sequence[Event], path: Path | str | None, title: str):
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _dress(axes, title, devices, host, makespan * scale, unit)
-    names = list(dict.fromkeys(e.name for e in shown if e.kind != "reallocation"))
+    names = sorted({e.name for e in shown if e.kind != "reallocation"})  # one call, one colour, in every picture
     colours = dict(zip(names, itertools.cycle(COLOURS)))
     bars = []
     for event in shown:
