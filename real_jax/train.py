@@ -85,7 +85,7 @@ def _train(options: TrainOptions, experiment: Experiment) -> None:
     load_data(experiment, load_tokenizer(experiment), archs)  # so that bad data is told before the search
     _say_models(console, experiment, archs)
 
-    from real_jax.search import find_plan
+    from real_jax.planning import find_plan
 
     found = find_plan(
         wanted, experiment, cluster, timed=options.timed, seed=experiment.seed, fresh=options.fresh, note=console.print
@@ -148,10 +148,10 @@ def _say_plan(console, found) -> None:
 def _run(console, experiment: Experiment, found, run_dir: Path, resume: bool) -> None:
     from real_jax.cost.store import Store
     from real_jax.planner.report import compare_table, gantt
+    from real_jax.planning import record_measurements
     from real_jax.runtime.metrics import median_seconds
     from real_jax.runtime.progress import ConsoleListener
     from real_jax.runtime.trainer import Trainer
-    from real_jax.search import record_measurements
 
     listener = ConsoleListener(console)
     trainer = Trainer(

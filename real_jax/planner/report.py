@@ -8,11 +8,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from real_jax.planner import memory
-from real_jax.planner.simulate import Event
 from real_jax.spec.costs import CostTable
 from real_jax.spec.dataflow import Graph
 from real_jax.spec.hardware import Cluster
 from real_jax.spec.plan import ExecutionPlan, Placement, Workload
+from real_jax.spec.timeline import Event
 
 # Muted, of like lightness, told apart also with a red-green weakness by their order in hue and by their labels.
 COLOURS = (

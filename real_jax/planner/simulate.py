@@ -20,24 +20,10 @@ from real_jax.spec.costs import CostTable
 from real_jax.spec.dataflow import Call, Edge, Graph
 from real_jax.spec.hardware import Cluster
 from real_jax.spec.plan import ExecutionPlan, Placement, Workload, shard_bytes
+from real_jax.spec.timeline import Event
 
 # Seconds to move what an edge carries from the source's to the target's placement (None: the host).
 DataSeconds = Callable[[Edge, Placement | None, Placement | None], float]
-
-
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """One bar of a timeline, in seconds from its start. `kind` is a call's kind, "reallocation" or "data".
-
-    `devices` are those that it keeps busy, in order; a host call and a data transfer keep none busy.
-    """
-
-    name: str
-    kind: str
-    iteration: int
-    devices: tuple[int, ...]
-    start: float
-    end: float
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,21 +22,9 @@ import numpy as np
 from real_jax.runtime.calls import Program
 from real_jax.runtime.weights import WeightStore
 from real_jax.spec.dataflow import Call, Graph
+from real_jax.spec.timeline import Event
 
 HostFunction = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """Something that occupied devices, in seconds from the start of the iteration's first event. `kind` is "call", "reallocation" or
-    "host"; `devices` are device numbers, none for the host."""
-
-    name: str
-    kind: str
-    iteration: int
-    devices: tuple[int, ...]
-    start: float
-    end: float
 
 
 @dataclasses.dataclass
@@ -209,7 +197,7 @@ class Engine:
                 written, metrics = program.executable(params, own), None
                 self.store.release(call.name)
         after = tuple(e.source for e in self.graph.edges if e.target == call.name and e.lag == 0)
-        pending.append(self._watch(call.name, "call", devices, began, after, (written, metrics)))
+        pending.append(self._watch(call.name, call.kind, devices, began, after, (written, metrics)))
         return written, metrics
 
     def _run_host(self, call: Call, batch: dict, pending: list[_Pending]) -> dict:

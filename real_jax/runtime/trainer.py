@@ -24,7 +24,7 @@ from real_jax.models.transformer import abstract_params, initialize
 from real_jax.runtime.build import compile_programs
 from real_jax.runtime.calls import Program
 from real_jax.runtime.checkpoint import Checkpoints
-from real_jax.runtime.engine import Engine, Event
+from real_jax.runtime.engine import Engine
 from real_jax.runtime.history import History
 from real_jax.runtime.meshes import prepare_devices
 from real_jax.runtime.metrics import CompileCounter, MetricsLog, Row, flatten
@@ -45,6 +45,7 @@ from real_jax.spec.arch import Arch, Weight, weights
 from real_jax.spec.errors import UsageError
 from real_jax.spec.experiment import Experiment, ModelConfig
 from real_jax.spec.plan import ExecutionPlan
+from real_jax.spec.timeline import Event
 
 HostParams = dict[str, np.ndarray]
 Programs = dict[tuple, Program]  # compiled programs that a search has left, by `prepare.program_key`
