@@ -19,7 +19,7 @@ def run(seed: int, plan_name: str) -> dict:
     import dataclasses
 
     import real_jax as real
-    from real_jax.search import find_plan
+    from real_jax.planning import find_plan
 
     experiment = dataclasses.replace(real.load_experiment("ppo-reviews"), seed=seed)
     start = time.perf_counter()

@@ -1,0 +1,188 @@
+"""HLO text, read by hand: every number below was counted from the snippet, not taken from the code."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from real_jax.cost.hlo import Array, Collective, Linear, Product, Summary, arrays_of, group_size, summarize, trips
+
+# A matrix product of [6, 8] by [8, 4], a tanh of it, and the sum over pairs of devices.
+PLAIN = """HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%fused (p: f32[6,4]) -> f32[6,4] {
+  %p = f32[6,4]{1,0} parameter(0)
+  ROOT %t = f32[6,4]{1,0} tanh(%p)
+}
+
+ENTRY %main (x: f32[6,8], w: f32[8,4]) -> f32[6,4] {
+  %x = f32[6,8]{1,0} parameter(0), metadata={op_name="x (first)"}
+  %w = f32[8,4]{1,0} parameter(1)
+  %dot.1 = f32[6,4]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %tanh_fusion = f32[6,4]{1,0} fusion(%dot.1), kind=kLoop, calls=%fused
+  ROOT %all-reduce.2 = f32[6,4]{1,0} all-reduce(%tanh_fusion), channel_id=1, replica_groups={{0,1},{2,3},{4,5},{6,7}}, use_global_device_ids=true, to_apply=%add
+}
+"""
+
+
+def test_a_product_a_fusion_and_a_collective():
+    s = summarize(PLAIN)
+    # dot: 2 x 6 x 4 x 8 operations; it reads 48 + 32 numbers and writes 24. The fusion reads 24 and writes 24.
+    assert s.products == (Product(Linear(384), Linear(4 * (48 + 32 + 24)), 1),)
+    assert s.flops == Linear(384)
+    assert s.bytes == Linear(4 * 48)
+    assert s.kernels == 2
+    assert s.collectives == (Collective("all-reduce", 2, Linear(96), 1),)
+
+
+def test_rows_mark_what_grows_with_them():
+    # Three rows: [6, ...] arrays hold multiples of 3 numbers, the weight's 32 numbers do not.
+    s = summarize(PLAIN, rows=3)
+    assert s.flops == Linear(0, 128)
+    assert s.products[0].bytes == Linear(128, 4 * 72 / 3)
+    assert s.bytes == Linear(0, 64)
+    assert s.collectives[0].bytes == Linear(0, 32)
+    assert s.flops.at(3) == 384
+
+
+LOOP = """HloModule jit_g, num_partitions=4
+
+%body (arg: (s32[], f32[4,8], f32[5,8])) -> (s32[], f32[4,8], f32[5,8]) {
+  %arg = (s32[], f32[4,8]{1,0}, f32[5,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%arg), index=0
+  %x = f32[4,8]{1,0} get-tuple-element(%arg), index=1
+  %stack = f32[5,8]{1,0} get-tuple-element(%arg), index=2
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %row = f32[1,8]{1,0} dynamic-slice(%stack, %i, %i), dynamic_slice_sizes={1,8}
+  %gathered = f32[4,8]{1,0} all-gather(%row), channel_id=3, replica_groups=[1,4]<=[4], dimensions={0}
+  %moved = f32[4,8]{1,0} add(%x, %gathered)
+  ROOT %out = (s32[], f32[4,8]{1,0}, /*index=2*/f32[5,8]{1,0}) tuple(%next, %moved, %stack)
+}
+
+%condition (arg.1: (s32[], f32[4,8], f32[5,8])) -> pred[] {
+  %arg.1 = (s32[], f32[4,8]{1,0}, f32[5,8]{1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%arg.1), index=0
+  %five = s32[] constant(5)
+  ROOT %less = pred[] compare(%i.1, %five), direction=LT
+}
+
+ENTRY %main (start: (s32[], f32[4,8], f32[5,8])) -> (s32[], f32[4,8], f32[5,8]) {
+  %start = (s32[], f32[4,8]{1,0}, f32[5,8]{1,0}) parameter(0)
+  ROOT %while.1 = (s32[], f32[4,8]{1,0}, f32[5,8]{1,0}) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+}
+"""
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    s = summarize(LOOP)
+    # A step: next (3 x 4 bytes), row (2 x 32), moved (3 x 128), less (4 + 4 + 1).
+    assert s.bytes == Linear(5 * (12 + 64 + 384 + 9))
+    assert s.kernels == 5 * 4
+    assert s.collectives == (Collective("all-gather", 4, Linear(5 * 128), 5),)
+    assert summarize(LOOP, scalars=False).kernels == 5 * 2
+
+
+def test_a_loop_over_rows_is_one_kernel():
+    loop = LOOP.replace("%gathered = f32[4,8]{1,0} all-gather", "%gathered = f32[4,8]{1,0} broadcast")
+    s = summarize(loop, rows=5)
+    assert s.kernels == 1
+    # As above, and the broadcast (32 + 128 bytes) for each of 5 rows.
+    assert s.bytes.fixed == 0
+    assert s.bytes.at(5) == pytest.approx(5 * (12 + 64 + 384 + 9 + 160))
+
+
+def test_a_fusion_that_updates_a_slice_in_place_moves_the_slice_only():
+    text = """HloModule jit_h
+
+%fused (stack: f32[100,8], new: f32[1,8], at: s32[]) -> f32[100,8] {
+  %stack = f32[100,8]{1,0} parameter(0)
+  %new = f32[1,8]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  ROOT %put = f32[100,8]{1,0} dynamic-update-slice(%stack, %new, %at, %at)
+}
+
+ENTRY %main (a: f32[100,8], b: f32[1,8], c: s32[]) -> f32[100,8] {
+  %a = f32[100,8]{1,0} parameter(0)
+  %b = f32[1,8]{1,0} parameter(1)
+  %c = s32[] parameter(2)
+  ROOT %f = f32[100,8]{1,0} fusion(%a, %b, %c), kind=kLoop, calls=%fused
+}
+"""
+    assert summarize(text).bytes == Linear(32 + 32 + 4)  # written, read, and the index
+
+
+@pytest.mark.parametrize(
+    "attributes, size",
+    [
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}, x", 4),
+        ("replica_groups=[4,2]<=[2,2,2]T(1,0,2)", 2),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(1,0,2)) {'axis_1'}, dimensions={0}", 4),
+        ("replica_groups=mesh['a'=2,'b'=3] {'a','b'}", 6),
+        ("replica_groups={}", 8),
+        ("source_target_pairs={{0,1},{1,0}}", 2),
+    ],
+)
+def test_group_sizes(attributes, size):
+    assert group_size(attributes, 8) == size
+
+
+def test_types_and_trip_counts():
+    assert arrays_of("(bf16[2,3]{1,0:T(8,128)}, pred[], s32[7]{0})") == (
+        Array("bf16", (2, 3)), Array("pred", ()), Array("s32", (7,)),
+    )  # fmt: skip
+    assert [a.bytes for a in arrays_of("(bf16[2,3], pred[], s32[7], f8e4m3fn[4])")] == [12, 1, 28, 4]
+    assert trips('backend_config={"known_trip_count":{"n":"12"}}') == 12
+    assert trips("condition=%c, body=%b") == 1
+
+
+def test_matrix_products_that_a_gpu_library_runs():
+    text = """HloModule jit_k
+
+ENTRY %main (x: bf16[2,6,8], w: bf16[8,4], q: bf16[3,16,2,8], k: bf16[3,16,2,8]) -> bf16[2,6,4] {
+  %x = bf16[2,6,8]{2,1,0} parameter(0)
+  %w = bf16[8,4]{1,0} parameter(1)
+  %q = bf16[3,16,2,8]{3,2,1,0} parameter(2)
+  %k = bf16[3,16,2,8]{3,2,1,0} parameter(3)
+  %attention = (bf16[3,16,2,8]{3,2,1,0}, u8[64]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmax"
+  ROOT %gemm = (bf16[2,6,4]{2,1,0}, s8[128]{0}) custom-call(%x, %w), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["0"]}}}
+}
+"""
+    # gemm: 2 x 48 x 8. Attention: two products, each 2 x (3 rows x 2 heads) x 16 x 16 x 8.
+    assert sorted(p.flops.fixed for p in summarize(text).products) == [2 * 48 * 8, 2 * 2 * 6 * 16 * 16 * 8]
+
+
+def test_sums_and_multiples():
+    one = summarize(PLAIN)
+    both = one + one * 2
+    assert both.flops == Linear(3 * 384)
+    assert both.kernels == 6
+    assert both.collectives == (Collective("all-reduce", 2, Linear(3 * 96), 3),)
+    assert len(both.products) == 1
+    assert both + one * -3 == Summary()
+
+
+def test_text_that_is_no_module():
+    with pytest.raises(ValueError, match="entry"):
+        summarize("nothing here")
+
+
+def test_against_the_compiler_where_nothing_loops():
+    x, w = jnp.zeros((32, 64)), jnp.zeros((64, 16))
+    compiled = jax.jit(lambda x, w: x @ w).lower(x, w).compile()
+    summary, analysis = summarize(compiled.as_text()), compiled.cost_analysis()
+    assert summary.flops.fixed == analysis["flops"] == 2 * 32 * 64 * 16
+    np.testing.assert_allclose(summary.products[0].bytes.fixed, analysis["bytes accessed"])
+
+
+def test_a_scan_counts_every_layer():
+    """The compiler's own count of a scan is that of one step; see PITFALLS."""
+    w = jnp.zeros((7, 16, 16))
+    compiled = jax.jit(lambda x, w: jax.lax.scan(lambda x, w: (x @ w, None), x, w)[0]).lower(jnp.zeros((4, 16)), w)
+    assert summarize(compiled.compile().as_text()).flops.fixed == 7 * 2 * 4 * 16 * 16

@@ -1,0 +1,185 @@
+"""Weights move between layouts bit for bit, into memory of their own."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from real_jax.reallocation.move import Mover
+from real_jax.runtime.meshes import devices, make_mesh
+from real_jax.runtime.shardings import weight_shardings
+from real_jax.spec.arch import EMBED, KV_HEADS, LAYERS, MLP, VOCAB, Weight
+from real_jax.spec.plan import Placement
+
+# What the layouts do to a weight: split over both, over one, replicated over tensor, over nothing.
+TABLE = {
+    "both": Weight((8, 16), (EMBED, MLP), 8),
+    "embed": Weight((16, 8), (VOCAB, EMBED), 8),
+    "norm": Weight((8,), (EMBED,), 0),
+    "few heads": Weight((2, 8, 2), (LAYERS, EMBED, KV_HEADS), 8),
+}
+LAYOUTS = {
+    "all data": Placement(data=8),
+    "all fsdp": Placement(fsdp=8),
+    "all tensor": Placement(tensor=8),
+    "mixed": Placement(data=2, fsdp=2, tensor=2),
+    "first half": Placement(0, fsdp=2, tensor=2),
+    "second half": Placement(4, data=2, tensor=2),
+    "last two": Placement(6, fsdp=2),
+    "first": Placement(0),
+    "fourth": Placement(3),
+}
+PAIRS = list(itertools.permutations(LAYOUTS, 2)) + [(name, name) for name in LAYOUTS]
+
+
+def values(dtype=np.float32):
+    """Every bit pattern matters: huge, tiny, negative zero, and numbers without a short form."""
+    random = np.random.default_rng(0)
+    made = {k: random.normal(size=w.shape).astype(np.float32) for k, w in TABLE.items()}
+    made["norm"][:4] = [np.float32(1e38), -0.0, np.float32(1e-42), 1 / 3]
+    return {k: v.astype(dtype) for k, v in made.items()}
+
+
+def shardings(placement):
+    return weight_shardings(TABLE, placement, make_mesh(placement))
+
+
+@pytest.fixture(scope="module")
+def mover():
+    return Mover()
+
+
+@functools.cache
+def copier(sharding):
+    return jax.jit(jnp.copy, out_shardings=sharding)
+
+
+def same_bits(moved, wanted, target):
+    """Looks at copies: a numpy view of an array would keep its memory from being donated."""
+    assert moved.keys() == wanted.keys()
+    for name, array in moved.items():
+        assert array.sharding.is_equivalent_to(target[name], array.ndim), name
+        assert array.dtype == wanted[name].dtype
+        x = copier(array.sharding)(array)
+        np.testing.assert_array_equal(np.asarray(x).view(np.uint8), wanted[name].view(np.uint8), err_msg=name)
+        for shard in x.addressable_shards:  # each device holds its own part, not only the assembled array
+            np.testing.assert_array_equal(np.asarray(shard.data), wanted[name][shard.index])
+
+
+def pointers(tree):
+    return {shard.data.unsafe_buffer_pointer() for x in tree.values() for shard in x.addressable_shards}
+
+
+def donate(tree):
+    """Writes over a tree's memory and deletes it, as a train call does with its weights.
+
+    A leaf of which jax keeps a host view (from a move through the host) is not deleted: jax copies it instead.
+    """
+    layout = {k: x.sharding for k, x in tree.items()}
+    program = jax.jit(lambda t: jax.tree.map(lambda x: x * 0 - 7, t), donate_argnums=0, out_shardings=layout)
+    jax.block_until_ready(program(tree))
+    assert any(x.is_deleted() for x in tree.values())
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " to ".join(pair))
+def test_there_and_back_bit_for_bit_and_without_sharing_memory(mover, pair):
+    home, away = (shardings(LAYOUTS[name]) for name in pair)
+    wanted = values()
+    first = mover.move(values(), home, np.float32)
+    same_bits(first, wanted, home)
+    second = mover.move(first, away, np.float32)
+    assert not mover.same_devices(first, away) or not pointers(first) & pointers(second)
+    donate(first)
+    same_bits(second, wanted, away)
+    back = mover.move(second, home, np.float32)
+    donate(second)
+    same_bits(back, wanted, home)
+
+
+@pytest.mark.parametrize(("source", "target"), [
+    ("all data", "all fsdp"), ("all data", "all data"), ("first half", "second half"), ("mixed", "first"), ("fourth", "all data"),
+    ("first half", "first"),
+])  # fmt: skip
+def test_a_change_of_type(mover, source, target):
+    """float32 to bfloat16 rounds as numpy does; bfloat16 to float32 and back loses nothing."""
+    home, away = shardings(LAYOUTS[source]), shardings(LAYOUTS[target])
+    full = mover.move(values(), home, np.float32)
+    half = mover.move(full, away, jnp.bfloat16)
+    donate(full)
+    same_bits(half, values(jnp.bfloat16), away)
+    wide = mover.move(half, home, np.float32)
+    donate(half)
+    same_bits(wide, {k: v.astype(np.float32) for k, v in values(jnp.bfloat16).items()}, home)
+    same_bits(mover.move(wide, away, jnp.bfloat16), values(jnp.bfloat16), away)
+
+
+def test_leaves_of_different_types_come_out_in_one(mover):
+    home, away = shardings(LAYOUTS["first half"]), shardings(LAYOUTS["second half"])
+    mixed = mover.move(values(), home, np.float32)
+    mixed["norm"] = mixed["norm"].astype(jnp.bfloat16)
+    moved = mover.move(mixed, away, np.float32)
+    wanted = values()
+    wanted["norm"] = wanted["norm"].astype(jnp.bfloat16).astype(np.float32)
+    same_bits(moved, wanted, away)
+
+
+def test_from_host_memory_it_is_a_copy(mover):
+    """For a float32 array on one CPU device jax could use the numpy memory itself."""
+    source, target = values(), shardings(LAYOUTS["first"])
+    moved = mover.move(source, target, np.float32)
+    for x in source.values():
+        x[...] = 5
+    same_bits(moved, values(), target)
+
+
+def test_from_an_array_without_a_mesh(mover):
+    """Arrays as a jitted function outside any mesh leaves them, on a device that is part of the target and one that is not."""
+    for device in (0, 7):
+        source = jax.device_put(values(), SingleDeviceSharding(devices()[device]))
+        for name in ("first half", "first"):
+            target = shardings(LAYOUTS[name])
+            moved = mover.move(source, target, np.float32)
+            same_bits(moved, values(), target)
+        donate(source)
+        same_bits(moved, values(), target)
+
+
+def test_the_same_devices_in_another_order(mover):
+    """Meshes over the same devices in another order do not mix in one program."""
+    placement = Placement(fsdp=8)
+    home = shardings(placement)
+    away = weight_shardings(TABLE, placement, make_mesh(placement, among=devices()[::-1]))
+    assert not mover.same_devices(mover.move(values(), home, np.float32), away)
+    moved = mover.move(mover.move(values(), home, np.float32), away, np.float32)
+    same_bits(moved, values(), away)
+
+
+def test_a_pair_of_layouts_is_compiled_once():
+    mover = Mover()
+    home, away = shardings(Placement(data=8)), shardings(Placement(fsdp=8))
+    for _ in range(3):
+        mover.move(mover.move(values(), home, np.float32), away, np.float32)
+    assert len(mover._programs) == 1
+
+
+def test_a_tree_with_other_weights_is_refused(mover):
+    target = shardings(LAYOUTS["first"])
+    short = {k: v for k, v in values().items() if k != "norm"}
+    with pytest.raises(ValueError, match="'norm'"):
+        mover.move(short, target, np.float32)
+    with pytest.raises(ValueError, match="'more'"):
+        mover.move(values() | {"more": np.zeros(2, np.float32)}, target, np.float32)
+
+
+def test_the_fault_that_the_copy_guards_against():
+    """`device_put` alone shares the memory of a leaf whose shard stays where it is; when that ends, so may the copy."""
+    mesh = make_mesh(Placement(0, data=2))
+    source = jax.device_put(np.arange(4.0, dtype=np.float32), NamedSharding(mesh, PartitionSpec()))
+    alias = jax.device_put(source, NamedSharding(make_mesh(Placement(0)), PartitionSpec()), may_alias=False)
+    assert pointers({"x": alias}) <= pointers({"x": source})
+    moved = Mover().move({"x": source}, {"x": alias.sharding}, np.float32)
+    assert not pointers(moved) & pointers({"x": source})
