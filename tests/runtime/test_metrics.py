@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from real_jax.runtime.engine import Result
-from real_jax.spec.timeline import Event
 from real_jax.runtime.metrics import TIMINGS, CompileCounter, MetricsLog, flatten, median_seconds
 from real_jax.spec.errors import RunError
+from real_jax.spec.timeline import Event
 
 
 def result():

@@ -1,0 +1,90 @@
+"""Finding a plan, from Python and from the command line."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import real_jax as real
+from real_jax import planning, search
+from real_jax.runtime.metrics import TIMINGS
+from real_jax.spec.experiment import DataConfig, GenerationConfig, PPOConfig
+from real_jax.spec.files import load_plan
+
+EXPERIMENT = real.Experiment(
+    steps=2,
+    batch=16,
+    data=DataConfig(prompt_length=9, held_out_size=16),
+    generation=GenerationConfig(response_length=14),
+    ppo=PPOConfig(minibatches=2),
+)
+CONFIGS = Path(__file__).parents[2] / "tpu_gpu_configs"
+
+
+@pytest.fixture(scope="module")
+def found():
+    return real.search_plan(EXPERIMENT, timed=1)
+
+
+def rows(trainer):
+    return [{k: v for k, v in row.items() if k not in TIMINGS} for row in trainer.metrics]
+
+
+def test_the_plan_measured_no_slower_than_the_symmetric_heuristic(found):
+    measured = {c.origin: c.measured for c in found.candidates}
+    symmetric = next(c for c in found.candidates if "symmetric" in c.origin)
+    chosen = min(found.candidates, key=lambda c: c.measured)
+    assert len(measured) == 2 and found.plan.placements == chosen.plan.placements
+    assert chosen.measured <= symmetric.measured
+
+
+def test_the_same_search_again_is_remembered(found):
+    notes = []
+    again = real.search_plan(EXPERIMENT, timed=1, note=notes.append)
+    assert again.plan == found.plan and notes == ["plan found by an earlier search"]
+    assert [c.measured for c in again.candidates] == [c.measured for c in found.candidates]
+
+
+def test_programs_left_by_the_search_give_the_same_run_as_fresh_ones(found):
+    """They are compiled for this experiment: its end token, its optimizers, its seed."""
+    programs = dict(found.programs)
+    assert programs
+    reused = real.Trainer(EXPERIMENT, found.plan, programs=programs).fit()
+    assert len(programs) == len(found.programs)  # nothing was compiled for it
+    fresh = real.Trainer(EXPERIMENT, found.plan).fit()
+    assert rows(reused) == rows(fresh) and len(rows(fresh)) == 2
+    assert reused.after.responses == fresh.after.responses
+
+
+def test_programs_of_another_experiment_are_not_taken(found):
+    other = dataclasses.replace(EXPERIMENT, generation=GenerationConfig(response_length=14, temperature=0.5))
+    programs = dict(found.programs)
+    trainer = real.Trainer(other, found.plan, programs=programs)
+    trainer.fit(1)
+    assert len(programs) == len(found.programs) + 6
+
+
+def test_a_found_plan_shows_itself(found):
+    html = found._repr_html_()
+    assert "actor_generate" in html and "symmetric" in html
+    assert set(found.predicted()) >= {"actor_generate", "actor_train", "critic_train"}
+    assert len(found.figure().axes) == 1
+
+
+def test_named_heuristics_make_plans(found):
+    plan = planning.heuristic_plan(EXPERIMENT, "data-parallel").plan
+    assert {(p.data, p.fsdp, p.tensor) for p in plan.placements.values()} == {(8, 1, 1)}
+
+
+def test_the_command_plans_for_another_cluster_and_names_its_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--cluster", str(CONFIGS / "h100-1x8.yaml"), "--out", "plan.yaml"]
+    small = ["--batch", "16", "--sft.steps", "0", "--preference.steps", "0"]
+    assert search.main([*arguments, *small]) == 0
+    shown = capsys.readouterr().out
+    assert "plan.yaml, plan.png" in shown and "h100" in shown and "actor_train" in shown
+    plan = load_plan("plan.yaml")
+    assert set(plan.placements) == {
+        "actor_generate", "reward_inference", "reference_inference", "critic_inference", "actor_train", "critic_train",
+    }  # fmt: skip
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
