@@ -200,14 +200,19 @@ def test_the_uniform_distribution_has_entropy_log_v():
 
 @pytest.mark.parametrize("chunk", [3, 4])  # of 8 positions: with and without a remainder
 def test_chunked_log_probs_equal_unchunked_ones(monkeypatch, chunk):
-    def loss(params):
-        log_probs, entropies = next_token_log_probs(Transformer(ARCH, "lm", params), TOKENS, 0.9)
+    hidden = np.random.default_rng(4).normal(size=(3, 8, 12)).astype(np.float32)
+
+    def loss(hidden, unembed):
+        model = Transformer(ARCH, "lm", PARAMS | {"unembed": unembed})
+        log_probs, entropies = token_log_probs(model, hidden, TOKENS[:, 1:], 0.9)
         return jnp.sum(log_probs * jnp.arange(8, dtype=jnp.float32)), (log_probs, entropies)
 
     results = []
     for size in (64, chunk):
         monkeypatch.setattr(heads, "CHUNK", size)
-        results.append(jax.jit(jax.value_and_grad(lambda p: loss(p), has_aux=True))(PARAMS))
+        # A new function each time: jax would find the one that was traced before CHUNK changed.
+        program = jax.jit(jax.value_and_grad(lambda *args: loss(*args), argnums=(0, 1), has_aux=True))
+        results.append(program(hidden, PARAMS["unembed"]))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5), *results)
 
 
