@@ -6,22 +6,20 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from real_jax.algorithms.algorithm import Algorithm
-from real_jax.models.transformer import abstract_params
 from real_jax.runtime.calls import (
     Abstract,
+    LoweredCall,
     ModelProgramConfig,
     Program,
-    compile_call,
     generate_function,
     inference_function,
+    lower_call,
     train_function,
 )
 from real_jax.runtime.meshes import make_mesh
-from real_jax.spec.arch import weights
 from real_jax.spec.experiment import GenerationConfig
 from real_jax.spec.plan import ExecutionPlan
 
@@ -74,17 +72,6 @@ def _function(build: Build, call, placement, mesh) -> Callable:
     )
 
 
-def _written(build: Build, call, function, batch: Abstract) -> Abstract:
-    config = build.models[call.model]
-    table = weights(config.arch, config.head)
-    reads = {key: batch[key] for key in call.reads}
-    if call.kind != "train":
-        return jax.eval_shape(function, abstract_params(table, config.compute_type), reads)
-    params = abstract_params(table, jnp.float32)
-    state = jax.eval_shape(build.optimizers[call.model].init, params)
-    return jax.eval_shape(function, params, state, reads)[2]
-
-
 def compile_programs(
     build: Build,
     plan: ExecutionPlan,
@@ -95,40 +82,30 @@ def compile_programs(
 ) -> dict[str, Program]:
     """Compiles every call of the graph under its placement, a few at a time; `progress` hears of each.
 
-    A call in `known` is taken from there instead.
-
-    Every shape is known before the first compile starts: a call's inputs are what its writers write.
+    A call in `known` is taken from there instead. All calls are traced before the first compile starts, so a fault in
+    any of them is told at once.
     """
     graph = build.algorithm.graph
-    known = known or {}
+    programs: dict[str, Program] = {}
     carried = jax.eval_shape(lambda: dict(build.algorithm.initial))
     batch: Abstract = {**build.inputs, **build.host_writes, **carried}
-    todo = []
+    lowered: list[LoweredCall] = []
     for call in graph.order:
         if call.kind == "host":
             continue
-        placement = plan[call.name]
-        mesh = make_mesh(placement)
-        function = _function(build, call, placement, mesh)
-        todo.append((call, placement, mesh, function))
-        batch |= {k: v for k, v in _written(build, call, function, batch).items() if k not in carried}
-
-    def one(item) -> Program:
-        call, placement, mesh, function = item
-        if call.name in known:
-            return known[call.name]
-        program = compile_call(
-            call,
-            placement,
-            mesh,
-            build.models[call.model],
-            function,
-            batch,
-            graph.carried,
-            build.optimizers.get(call.model),
-        )
-        progress(program)
-        return program
-
+        if known and call.name in known:
+            programs[call.name] = known[call.name]
+            written = known[call.name].written
+        else:
+            placement, config = plan[call.name], build.models[call.model]
+            mesh = make_mesh(placement)
+            function = _function(build, call, placement, mesh)
+            optimizer = build.optimizers.get(call.model)
+            lowered.append(lower_call(call, placement, mesh, config, function, batch, graph.carried, optimizer))
+            written = lowered[-1].written
+        batch |= {key: shape for key, shape in written.items() if key not in carried}
     with ThreadPoolExecutor(threads) as pool:
-        return {program.call.name: program for program in pool.map(one, todo)}
+        for program in pool.map(LoweredCall.compile, lowered):
+            programs[program.call.name] = program
+            progress(program)
+    return programs

@@ -240,7 +240,26 @@ def compile_lowered(lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compi
     return lowered.compile()
 
 
-def compile_call(
+@dataclasses.dataclass(frozen=True)
+class LoweredCall:
+    """A call that is traced and ready to compile. `written` are shapes and types of the keys that it writes."""
+
+    lowered: jax.stages.Lowered
+    fields: dict[str, Any]
+    seconds: float
+
+    @property
+    def written(self) -> Abstract:
+        return self.fields["written"]
+
+    def compile(self) -> Program:
+        """May run in any thread: whatever of jax's configuration holds for one thread has had its effect in tracing."""
+        start = time.perf_counter()
+        executable = compile_lowered(self.lowered, self.fields["mesh"])
+        return Program(executable=executable, compile_seconds=self.seconds + time.perf_counter() - start, **self.fields)
+
+
+def lower_call(
     call: Call,
     placement: Placement,
     mesh: Mesh,
@@ -249,8 +268,8 @@ def compile_call(
     batch: Abstract,
     carried: tuple[str, ...],
     optimizer: optax.GradientTransformation | None = None,
-) -> Program:
-    """Compiles `function` for its mesh, under the call's own name, with every input and output sharding given.
+) -> LoweredCall:
+    """Traces `function` for its mesh, under the call's own name, with every input and output sharding given.
 
     Args:
       batch: shapes and types of the keys that the call reads.
@@ -287,18 +306,16 @@ def compile_call(
 
     named_function.__name__ = named_function.__qualname__ = call.name
     lowered = jax.jit(named_function, donate_argnums=donated, out_shardings=out).lower(*inputs)
-    executable = compile_lowered(lowered, mesh)
-    return Program(
-        call=call,
-        placement=placement,
-        mesh=mesh,
-        config=config,
-        executable=executable,
-        weights=weight_shardings,
-        stored_type=stored,
-        batch=batch_shardings,
-        written=written,
-        compile_seconds=time.perf_counter() - start,
-        optimizer=optimizer,
-        optimizer_state_shardings=state_shardings,
-    )
+    fields = {
+        "call": call,
+        "placement": placement,
+        "mesh": mesh,
+        "config": config,
+        "weights": weight_shardings,
+        "stored_type": stored,
+        "batch": batch_shardings,
+        "written": written,
+        "optimizer": optimizer,
+        "optimizer_state_shardings": state_shardings,
+    }
+    return LoweredCall(lowered, fields, time.perf_counter() - start)

@@ -106,7 +106,9 @@ def test_hugging_face_folder_without_weights(folder, capsys):
 
 def test_hugging_face_folder_of_another_architecture(folder, capsys):
     (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}))
+    (folder / "model" / "config.json").write_text(
+        json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"})
+    )
     err = refused(capsys, ["--config", write_config(folder), "--actor.path", "model"])
     assert "GPT2LMHeadModel" in err or "gpt2" in err
 
@@ -176,7 +178,9 @@ def small_disk(tmp_path):
     """A file system of 4 MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip(f"needs the right to mount a file system: {mounted.stderr.decode().strip()}")
     yield disk

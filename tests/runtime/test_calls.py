@@ -13,9 +13,9 @@ from real_jax.models.heads import next_token_log_probs
 from real_jax.models.transformer import Transformer, initialize
 from real_jax.runtime.calls import (
     ModelProgramConfig,
-    compile_call,
     in_micro_batches,
     inference_function,
+    lower_call,
     split,
     train_function,
 )
@@ -74,7 +74,7 @@ def train(placement, minibatches=1):
     mesh, optimizer = make_mesh(placement), optax.sgd(1.0)
     function = train_function(CONFIG, sft.algorithm().train["sft_train"], optimizer, minibatches, placement, mesh)
     abstract = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in sft_batch().items()}
-    program = compile_call(SFT, placement, mesh, CONFIG, function, abstract, (), optimizer)
+    program = lower_call(SFT, placement, mesh, CONFIG, function, abstract, (), optimizer).compile()
     own = jax.device_put(params(), program.weights)
     state = program.initial_optimizer_state(own)
     moved, _, written, metrics = program.executable(own, state, jax.device_put(sft_batch(), program.batch))
@@ -215,7 +215,7 @@ def reference_program():
     mesh = make_mesh(placement)
     function = inference_function(config, ppo.algorithm(PPO).inference[call.name], placement, mesh)
     batch = {"tokens": jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)}
-    return compile_call(call, placement, mesh, config, function, batch, ())
+    return lower_call(call, placement, mesh, config, function, batch, ()).compile()
 
 
 def test_a_program_bears_its_calls_name(reference_program):
@@ -248,7 +248,7 @@ def test_train_weights_are_float32_masters_and_are_donated():
     function = train_function(config, sft.algorithm().train["sft_train"], optimizer, 1, placement, mesh)
     abstract = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in sft_batch().items()}
     with jax.numpy_dtype_promotion("standard"):  # jax's own attention multiplies float32 by bfloat16 on its way back
-        program = compile_call(SFT, placement, mesh, config, function, abstract, (), optimizer)
+        program = lower_call(SFT, placement, mesh, config, function, abstract, (), optimizer).compile()
     assert program.stored_type == jnp.float32
     shapes, state_shapes = program.abstract_state()
     own = jax.device_put(initialize(weights(ARCH), jax.random.key(4)), program.weights)
