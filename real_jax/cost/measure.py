@@ -28,6 +28,8 @@ Progress = Callable[[int, int, str], None]  # steps done, steps in all, what com
 
 GIB = 2**30
 _SECONDS_PER_TIMING = 0.2
+# Of the host's free memory, what its virtual devices may fill; the process, its data and copies for checkpoints need some.
+_VIRTUAL_SHARE = 0.75
 _STEPS = 6
 # The CPU compiler's default options take three times as long, for programs that are about as fast.
 _OPTIONS = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
@@ -218,7 +220,7 @@ def device_memory() -> int:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
-    return available_host_memory() // len(devices())
+    return int(available_host_memory() * _VIRTUAL_SHARE) // len(devices())
 
 
 def available_host_memory(path: str = "/proc/meminfo") -> int:

