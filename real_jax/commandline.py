@@ -16,9 +16,10 @@ DEFAULT_CONFIG = "ppo-reviews"
 
 
 def quiet_backends() -> None:
-    """Keeps the compiler's own log lines off the console; has an effect only before jax is imported."""
+    """Keeps libraries' own log lines off the console; has an effect only before they are imported."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def parse(options: type[Options], argv: list[str] | None, prog: str, description: str) -> tuple[Options, Experiment]:

@@ -206,6 +206,7 @@ def check_experiment(e: Experiment) -> Experiment:
     need(0 < g.top_p <= 1, "generation.top_p", g.top_p, "It must lie in (0, 1].")
     need(p.minibatches >= 1, "ppo.minibatches", p.minibatches, "It must be at least 1.")
     need(e.batch % p.minibatches == 0, "ppo.minibatches", p.minibatches, f"It must divide batch ({e.batch}).")
+    need(p.kl_coef >= 0, "ppo.kl_coef", p.kl_coef, "It must be 0 (no penalty) or more.")
     need(0 <= p.gamma <= 1, "ppo.gamma", p.gamma, "It must lie in [0, 1].")
     need(0 <= p.gae_lambda <= 1, "ppo.gae_lambda", p.gae_lambda, "It must lie in [0, 1].")
     need(0 <= p.value_norm_beta < 1, "ppo.value_norm_beta", p.value_norm_beta, "It must lie in [0, 1).")
