@@ -5,6 +5,7 @@ gives the best few plans, and on the machine at hand these and the symmetric heu
 """
 
 import dataclasses
+import functools
 import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from real_jax.spec.costs import CostTable
 from real_jax.spec.errors import UsageError
 from real_jax.spec.experiment import Experiment
-from real_jax.spec.hardware import Cluster
+from real_jax.spec.hardware import Chip, Cluster, Link
 from real_jax.spec.plan import ExecutionPlan, Placement, validate
 
 AUTO, HEURISTIC = "auto", "heuristic:"
@@ -152,14 +153,31 @@ class _Searcher:
         self.archs = model_archs(experiment)
         self.stages = make_stages(experiment, self.archs)
         self.store = Store()
+        self._given = cluster
         here = (meshes.platform(), len(meshes.devices()))
-        self.cluster = cluster or local_cluster(self.store, note)
-        self.local = (self.cluster.platform, self.cluster.devices) == here
-        if self.cluster.devices > here[1]:
+        self.local = cluster is None or (cluster.platform, cluster.devices) == here
+        if cluster and cluster.devices > here[1]:
             raise UsageError(
-                f"Cluster {self.cluster.name!r} has {self.cluster.devices} devices, but this process only {here[1]} to "
+                f"Cluster {cluster.name!r} has {cluster.devices} devices, but this process only {here[1]} to "
                 "compile for. Use python -m real_jax.search, which makes as many virtual ones."
             )
+
+    @functools.cached_property
+    def cluster(self) -> Cluster:
+        """What is planned for; the machine at hand is measured when its numbers are first needed."""
+        return self._given or local_cluster(self.store, self.note)
+
+    @property
+    def outline(self) -> Cluster:
+        """`cluster` as far as a plan must fit it: its name and its devices. Known without measuring anything."""
+        from real_jax.cost.measure import cluster_name
+        from real_jax.runtime import meshes
+
+        if self._given:
+            return self._given
+        link = Link(gb_per_s=1.0, latency_us=0.0)
+        chip = Chip(name="", memory_gib=1.0, matrix_tflops=1.0, memory_gb_per_s=1.0)
+        return Cluster(cluster_name(), meshes.platform(), 1, len(meshes.devices()), chip, link, link, link)
 
     def costs(self, stage, options: Mapping[str, Any]) -> CostTable:
         from real_jax.cost.table import fill_costs
@@ -353,7 +371,7 @@ def heuristic_plan(
 def _check(searcher: _Searcher, plan: ExecutionPlan) -> None:
     known: set[str] = set()
     for stage in searcher.stages:
-        validate(plan, stage.graph, stage.work, searcher.cluster)
+        validate(plan, stage.graph, stage.work, searcher.outline)
         known |= {c.name for c in stage.graph.calls}
     for call in plan.placements:
         if call not in known:

@@ -173,6 +173,18 @@ def test_search_refuses_a_wrong_cluster(folder, capsys):
     assert "chip.memory_gb_per_s is -3350" in err
 
 
+def test_a_plan_is_refused_before_the_machine_is_measured(folder, capsys, monkeypatch):
+    import real_jax.cost.measure
+
+    def measured(*_):
+        raise AssertionError("a probe ran")
+
+    monkeypatch.setattr(real_jax.cost.measure, "probe_cluster", measured)
+    monkeypatch.setenv("REAL_JAX_CACHE", str(folder / "empty"))
+    plan = write_plan(folder, first=0, data=16)
+    assert "has 8 (0 to 7)" in refused(capsys, ["--config", write_config(folder), "--plan", plan])
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 4 MiB."""
