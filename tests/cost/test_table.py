@@ -238,7 +238,13 @@ def test_bytes_are_about_those_of_the_compiled_calls(store, train, inference, ge
     plan = {c.name: kinds[c.kind] for c in GRAPH.calls}
     checked = ("actor_generate", "reference_inference", "actor_train")
     # What counts as known already is not compiled.
-    others = {call: SimpleNamespace(call=GRAPH.call(call)) for call in plan if call not in checked}
+    shapes = {
+        "reward_inference": {"scores": jax.ShapeDtypeStruct((WORK.batch,), jnp.float32)},
+        "critic_inference": {"values": jax.ShapeDtypeStruct((WORK.batch, WORK.length), jnp.float32)},
+        "critic_train": {},
+    }
+    others = {call: SimpleNamespace(call=GRAPH.call(call), written=written) for call, written in shapes.items()}
+    assert {*others, *checked} == set(plan)
     programs = compile_programs(build, ExecutionPlan("cpu-8", plan), known=others)
     found = fill_costs(GRAPH, WORK, CLUSTER, {c: [plan[c]] for c in checked}, store)
     for call in checked:
