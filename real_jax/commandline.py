@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import glob
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 from real_jax.spec.errors import RunError, UsageError
@@ -15,8 +17,24 @@ Options = TypeVar("Options")
 DEFAULT_CONFIG = "ppo-reviews"
 
 
+# Device files of GPUs (NVIDIA, AMD, in Windows' Linux) and TPUs.
+_ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg", "/dev/accel*", "/dev/vfio/[0-9]*")
+
+
+def check_writable(path: Path, option: str) -> None:
+    """UsageError where a file cannot be written at `path`, found out before anything slow is done."""
+    folder = next(p for p in (path.absolute().parent, *path.absolute().parents) if p.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"{option} is {str(path)!r}, where no file can be written. Give the path of a file.")
+
+
 def quiet_backends() -> None:
     """Keeps libraries' own log lines off the console; has an effect only before they are imported."""
+    if not any(glob.glob(pattern) for pattern in _ACCELERATORS):
+        # Compilers for GPUs and TPUs may be installed where there are none; jax need not try to start them.
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

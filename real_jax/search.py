@@ -16,7 +16,8 @@ class SearchOptions:
       config: a preset's name or the path of a YAML file.
       cluster: path of a cluster file; empty: the machine at hand, measured.
       out: path of the plan file to write; empty: plans/NAME-CLUSTER.yaml.
-      timed: plans to time on this machine beside the symmetric heuristic.
+      timed: plans to time on this machine, beside as many heuristics.
+      layered: of the best plans, how many are first predicted from runs of their calls with few layers.
       search_seed: seed of the search.
       fresh: search again even where the same search was done before.
     """
@@ -25,6 +26,7 @@ class SearchOptions:
     cluster: str = ""
     out: str = ""
     timed: int = 2
+    layered: int = 0
     search_seed: int = 0
     fresh: bool = False
 
@@ -42,28 +44,38 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _search_command(options: SearchOptions, experiment: Experiment) -> None:
-    from rich.console import Console
-
-    from real_jax.planning import search_plan
     from real_jax.spec.files import load_cluster, save_plan
 
     cluster = load_cluster(options.cluster) if options.cluster else None
+    name = cluster.name if cluster else "this-machine"
+    out = Path(options.out or Path("plans") / f"{experiment.name}-{name}.yaml")
+    commandline.check_writable(out, "--out")
     commandline.quiet_backends()
-    from real_jax.runtime import meshes
+    from rich.console import Console
 
-    meshes.prepare_devices(max(cluster.devices if cluster else 0, meshes.VIRTUAL_CPU_DEVICES))
+    from real_jax.planning import search_plan
+    from real_jax.runtime.progress import PlanningProgress
+
     console = Console()
-    found = search_plan(
-        experiment, cluster, timed=options.timed, seed=options.search_seed, fresh=options.fresh, note=console.print
-    )
-    for table in found.tables():
+    listener = PlanningProgress(console)
+    try:
+        found = search_plan(
+            experiment,
+            cluster,
+            timed=options.timed,
+            layered=options.layered,
+            seed=options.search_seed,
+            fresh=options.fresh,
+            listener=listener,
+        )
+    finally:
+        listener.close()
+    for table in found.shown():
         console.print(table)
-    console.print(found.candidates_table())
-    out = Path(options.out or Path("plans") / f"{experiment.name}-{found.cluster.name}.yaml")
     out.parent.mkdir(parents=True, exist_ok=True)
     save_plan(found.plan, out)
     picture = out.with_suffix(".png")
-    found.figure("ppo", picture)
+    found.figure(path=picture)
     console.print(f"Files written: {out}, {picture}")
 
 

@@ -15,11 +15,12 @@ class TrainOptions:
 
     Attributes:
       config: a preset's name or the path of a YAML file.
-      plan: "auto", "heuristic:NAME" (symmetric, data-parallel, tensor-parallel), or the path of a plan file.
+      plan: "auto", "heuristic:NAME" (symmetric, megatron, real-node, disaggregated, colocated-fsdp), or the path of a plan file.
       cluster: path of a cluster file; empty: the machine at hand, measured.
       run_dir: folder of the run; empty: a new one under runs/.
       resume: go on with the run in run_dir (default: the newest one of this experiment) from its newest checkpoint.
-      timed: plans that "auto" times on this machine beside the symmetric heuristic.
+      timed: plans that "auto" times on this machine beside as many heuristics.
+      layered: of the best plans, how many "auto" first predicts from runs of their calls with few layers.
       fresh: search for a plan again even where the same search was done before.
       cpu_devices: virtual devices on a machine without accelerators.
     """
@@ -30,6 +31,7 @@ class TrainOptions:
     run_dir: str = ""
     resume: bool = False
     timed: int = 2
+    layered: int = 0
     fresh: bool = False
     cpu_devices: int = 8
 
@@ -86,15 +88,27 @@ def _train(options: TrainOptions, experiment: Experiment) -> None:
     _say_models(console, experiment, archs)
 
     from real_jax.planning import find_plan
+    from real_jax.runtime.progress import PlanningProgress
 
-    found = find_plan(
-        wanted, experiment, cluster, timed=options.timed, seed=experiment.seed, fresh=options.fresh, note=console.print
-    )
+    listener = PlanningProgress(console)
+    try:
+        found = find_plan(
+            wanted,
+            experiment,
+            cluster,
+            timed=options.timed,
+            layered=options.layered,
+            seed=experiment.seed,
+            fresh=options.fresh,
+            listener=listener,
+        )
+    finally:
+        listener.close()
     if not options.resume:
         run_dir = new_run_directory(experiment.name, options.run_dir)
     _say_plan(console, found)
     save_cluster(found.cluster, run_dir / "cluster.yaml")
-    found.figure("ppo", run_dir / "timeline-predicted.png")
+    found.figure(path=run_dir / "timeline-predicted.png")
     _run(console, experiment, found, run_dir, options.resume)
 
 
@@ -139,9 +153,7 @@ def _say_plan(console, found) -> None:
     from real_jax.planner.report import graph_table
 
     console.print(graph_table(found.stages[-1].graph))
-    if found.candidates:
-        console.print(found.candidates_table())
-    for table in found.tables():
+    for table in found.shown():
         console.print(table)
 
 

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from real_jax.algorithms import ppo
+from real_jax.cost import targets
+from real_jax.cost.targets import Target
 from real_jax.models.transformer import initialize
 from real_jax.runtime.build import Build, compile_programs
 from real_jax.runtime.calls import ModelProgramConfig
@@ -15,11 +17,19 @@ from real_jax.runtime.optimizer import make_optimizer
 from real_jax.runtime.weights import WeightStore
 from real_jax.spec.arch import Arch, weights
 from real_jax.spec.experiment import GenerationConfig, OptimizerConfig, PPOConfig
+from real_jax.spec.hardware import Chip, Cluster, Link
 from real_jax.spec.plan import ExecutionPlan, Placement
 
 ARCH = Arch(layers=2, d_model=32, heads=4, kv_heads=2, head_dim=8, d_ff=48, vocab=40, context=64)
 BATCH, PROMPT, RESPONSE, END, PAD = 16, 6, 8, 2, 2
 CALLS = ("actor_generate", "reward_inference", "reference_inference", "critic_inference", "actor_train", "critic_train")
+
+
+def here() -> Target:
+    """The compiler of this machine's eight virtual devices."""
+    return targets.choose(
+        Cluster("cpu-8", "cpu", 1, 8, Chip("cpu", 1.0, 0.1, 10.0), *[Link(1.0, 100.0)] * 3), here=True
+    )
 
 
 def same(placement: Placement) -> ExecutionPlan:

@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "spec": (),
     "reallocation": ("spec",),
     "planner": ("spec", "reallocation.transfers"),
-    "cost": ("spec", "models", "runtime.meshes"),
+    "cost": ("spec", "models", "runtime.meshes", "runtime.optimizer"),
     "models": ("spec.arch", "spec.errors"),
     "algorithms": ("spec.dataflow",),
     "rollout": ("models", "spec"),

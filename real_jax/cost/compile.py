@@ -1,33 +1,39 @@
 """Layer programs, compiled ahead of time and never run: what a call executes on one device of its mesh.
 
-A call is one of three programs, run as often as its micro-batches and optimizer steps say: a forward pass, a gradient,
-or a generation. Layers are scanned, so a program compiles as fast for eighty layers as for two, and the text of the
+A call is made of a few programs, run as often as its micro-batches and optimizer steps say: a forward pass, a gradient,
+an optimizer step, a generation. Layers are scanned, so a program compiles as fast for eighty layers as for two, and the text of the
 compiled program tells how often each part runs (`cost.hlo`). The number of rows is a prime that divides no other
 dimension, so that one compile tells the cost of any number of rows. A mesh axis `data` gives each copy its own rows and
-adds nothing but a sum of gradients (`cost.table`), so programs are compiled over `fsdp` x `tensor` alone.
+adds nothing but a sum of gradients (`cost.table`), so programs are compiled over `fsdp` x `tensor` alone. For which
+chips they are compiled is `cost.targets`' business.
 """
 
 import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from real_jax.cost import hlo
+from real_jax.cost import hlo, targets
+from real_jax.cost.summary import Summary
+from real_jax.cost.targets import Target
 from real_jax.models.cache import AXES, Cache, empty_cache
 from real_jax.models.heads import CHUNK, next_token_log_probs
 from real_jax.models.transformer import Transformer, abstract_params, cast
-from real_jax.runtime.meshes import make_mesh, named, platform
+from real_jax.runtime.meshes import make_mesh, named
+from real_jax.runtime.optimizer import make_optimizer
 from real_jax.spec.arch import BATCH, LAYERS, LENGTH, Arch, Head, weights
+from real_jax.spec.experiment import OptimizerConfig
 from real_jax.spec.plan import Placement, partition
 
-Kind = Literal["forward", "gradient", "generate"]
+Kind = Literal["forward", "gradient", "generate", "optimizer"]
 
-FORMAT = 1  # of stored pieces; raise it where this module or `hlo` counts differently
+FORMAT = 2  # of stored pieces; raise it where this module or `hlo` counts differently
 # On the CPU backend most of a compile goes into machine code, which nobody runs here; the program stays the same.
 _CPU_OPTIONS = {
     "xla_backend_optimization_level": 0,
@@ -43,8 +49,8 @@ class Piece:
     """A layer program. Calls whose pieces are equal share one compile.
 
     Attributes:
-      kind: "forward" (head included: log-probabilities or values), "gradient" of it by float32 weights, or "generate":
-        prefill of `length` tokens and `response` decode steps.
+      kind: "forward" (head included: log-probabilities or values), "gradient" of it by float32 weights, "generate":
+        prefill of `length` tokens and `response` decode steps, or "optimizer": one step on float32 weights.
       head: "lm" or "scalar".
       fsdp, tensor: the mesh.
       length: tokens of a row; of a prompt where the kind is "generate".
@@ -71,9 +77,9 @@ class Piece:
     def dtype(self):
         return {4: jnp.float32, 2: jnp.bfloat16}[self.compute_bytes]
 
-    def key(self, device_kind: str) -> str:
+    def key(self, target: Target) -> str:
         """Content hash: equal for equal programs on equal devices under the same compiler."""
-        content = [FORMAT, jax.__version__, device_kind, dataclasses.asdict(self)]
+        content = [FORMAT, target.key, dataclasses.asdict(self)]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -87,7 +93,7 @@ class Compiled:
       fixed_bytes: about how many of them are there at any number of rows: copies of weights.
     """
 
-    summary: hlo.Summary
+    summary: Summary
     rows: int
     temp_bytes: int
     fixed_bytes: int
@@ -107,23 +113,27 @@ def marker_rows(piece: Piece) -> int:
     return next(p for p in _MARKERS if all(size % p or size == 0 for size in sizes))
 
 
-def program(piece: Piece, placement: Placement, rows: int):
+def program(piece: Piece, placement: Placement, rows: int, among: Sequence | None = None, attention: str = "xla"):
     """`piece` as a jitted function over the mesh of `placement`, and the shapes and shardings of its inputs.
 
     Args:
       rows: per device.
+      among: the devices to choose from; None: those of this process.
+      attention: "cudnn" for fused attention (bfloat16 alone), or "xla".
     """
-    mesh = make_mesh(placement)
+    mesh = make_mesh(placement, among)
     table = weights(piece.arch, piece.head)
-    stored = jnp.float32 if piece.kind == "gradient" else piece.dtype
+    stored = jnp.float32 if piece.kind in ("gradient", "optimizer") else piece.dtype
 
     def placed(shape: tuple[int, ...], axes: tuple[str, ...], dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, partition(axes, shape, placement)))
 
     params = {name: placed(s.shape, table[name].axes, s.dtype) for name, s in abstract_params(table, stored).items()}
+    if piece.kind == "optimizer":
+        return _optimizer(params)
     batch = rows * placement.batch_split
     inputs = [params, placed((batch, piece.length), (BATCH, LENGTH), jnp.int32)]
-    model_of = _model_maker(piece, placement, mesh)
+    model_of = _model_maker(piece, placement, mesh, attention if piece.dtype == jnp.bfloat16 else "xla")
     if piece.kind == "generate":
         inputs.append(placed((batch,), (BATCH,), jnp.uint32))
         return jax.jit(_generate(piece, model_of)), inputs
@@ -133,29 +143,28 @@ def program(piece: Piece, placement: Placement, rows: int):
     return jax.jit(_gradient(forward), out_shardings={name: s.sharding for name, s in params.items()}), inputs
 
 
-def compile_piece(piece: Piece) -> Compiled:
-    """Compiles `piece` for the first devices of the default backend. Nothing is run.
+def compile_piece(piece: Piece, target: Target) -> Compiled:
+    """Compiles `piece` for the first devices of `target`. Nothing is run.
 
-    Raises UsageError where the mesh is larger than the machine, or where the weights cannot be laid out.
+    Raises UsageError where the mesh is larger than the target, or where the weights cannot be laid out.
     """
-    rows = marker_rows(piece)
-    function, inputs = program(piece, piece.placement, rows)
-    compiled = function.lower(*inputs).compile(compiler_options=_CPU_OPTIONS if platform() == "cpu" else {})
+    rows, among = marker_rows(piece), targets.devices(target)
+    function, inputs = program(piece, piece.placement, rows, among, target.attention)
+    on_cpu = among[0].platform == "cpu"
+    compiled = function.lower(*inputs).compile(compiler_options=_CPU_OPTIONS if on_cpu else {})
     return Compiled(
-        summary=hlo.summarize(compiled.as_text(), rows, scalars=platform() != "cpu"),
+        summary=hlo.summarize(compiled.as_text(), rows, scalars=not on_cpu),
         rows=rows,
         temp_bytes=int(compiled.memory_analysis().temp_size_in_bytes),
         fixed_bytes=_fixed_bytes(piece),
     )
 
 
-def _model_maker(piece: Piece, placement: Placement, mesh) -> Callable[[Any], Transformer]:
+def _model_maker(piece: Piece, placement: Placement, mesh, attention: str) -> Callable[[Any], Transformer]:
     def constrain(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         if placement.count == 1:
             return x
         return jax.lax.with_sharding_constraint(x, named(mesh, partition(axes, x.shape, placement)))
-
-    flash = mesh.devices.flat[0].platform == "gpu" and piece.dtype == jnp.bfloat16
 
     def model_of(params) -> Transformer:
         return Transformer(
@@ -163,7 +172,7 @@ def _model_maker(piece: Piece, placement: Placement, mesh) -> Callable[[Any], Tr
             piece.head,
             cast(params, piece.dtype),
             constrain=constrain,
-            attention="cudnn" if flash else "xla",
+            attention=attention,
             remat=piece.remat,
         )
 
@@ -185,6 +194,19 @@ def _gradient(forward):
         return sum((jnp.sum(x) for x in jax.tree.leaves(forward(params, tokens))), jnp.float32(0))
 
     return jax.grad(loss)
+
+
+def _optimizer(params):
+    """One step as `runtime.calls` takes it, and its inputs: parameters and state, both updated in place, and gradients."""
+    optimizer = make_optimizer(OptimizerConfig())
+
+    def step(params, state, grads):
+        updates, new_state = optimizer.update(grads, state, params)
+        accepted = jnp.isfinite(optax.tree.norm(grads))
+        kept = [(optax.apply_updates(params, updates), params), (new_state, state)]
+        return [jax.tree.map(lambda new, old: jnp.where(accepted, new, old), *pair) for pair in kept]
+
+    return jax.jit(step, donate_argnums=(0, 1)), [params, jax.eval_shape(optimizer.init, params), params]
 
 
 def _generate(piece: Piece, model_of):

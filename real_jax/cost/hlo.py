@@ -6,10 +6,15 @@ other dimension: whatever has a multiple of that many elements grows with the ro
 tells the cost of any number of rows.
 """
 
+import collections
 import dataclasses
 import math
 import re
 from collections.abc import Iterable
+
+import numpy as np
+
+from real_jax.cost.summary import NOTHING, Collective, Kernel, Linear, Summary, total
 
 ITEM_BYTES = {
     "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2,
@@ -25,98 +30,6 @@ _FREE = frozenset((
     "opt-barrier", "domain", "add-dependency",
 ))  # fmt: skip
 _SLICES = ("dynamic-slice", "slice", "gather")
-
-
-@dataclasses.dataclass(frozen=True)
-class Linear:
-    """A quantity that is `fixed + per_row x rows` of a device."""
-
-    fixed: float = 0.0
-    per_row: float = 0.0
-
-    def at(self, rows: float) -> float:
-        return self.fixed + self.per_row * rows
-
-    def __add__(self, other: "Linear") -> "Linear":
-        return Linear(self.fixed + other.fixed, self.per_row + other.per_row)
-
-    def __mul__(self, factor: float) -> "Linear":
-        return Linear(self.fixed * factor, self.per_row * factor)
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """Kernels that hold the same matrix product.
-
-    Attributes:
-      flops: floating-point operations of one; a multiply-add counts as two.
-      bytes: read and written by one.
-      count: how many.
-    """
-
-    flops: Linear
-    bytes: Linear
-    count: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """Collectives of one kind among groups of `group` devices.
-
-    Attributes:
-      bytes: of the full array on one device, over all of them: the operand of a reduction, the result of a gather.
-      count: how many.
-    """
-
-    kind: str
-    group: int
-    bytes: Linear
-    count: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """What one device executes.
-
-    Attributes:
-      products: kernels with a matrix product; at most one entry per flops and bytes.
-      bytes: read and written by all other kernels.
-      kernels: instructions executed (fusions, products, copies, loop steps).
-      collectives: at most one entry per kind and group size.
-    """
-
-    products: tuple[Product, ...] = ()
-    bytes: Linear = Linear()
-    kernels: float = 0.0
-    collectives: tuple[Collective, ...] = ()
-
-    @property
-    def flops(self) -> Linear:
-        """Floating-point operations of all matrix products."""
-        return sum((p.flops * p.count for p in self.products), Linear())
-
-    def __add__(self, other: "Summary") -> "Summary":
-        products: dict[tuple[Linear, Linear], float] = {}
-        for p in (*self.products, *other.products):
-            products[p.flops, p.bytes] = products.get((p.flops, p.bytes), 0.0) + p.count
-        collectives: dict[tuple[str, int], tuple[Linear, float]] = {}
-        for c in (*self.collectives, *other.collectives):
-            volume, count = collectives.get((c.kind, c.group), (Linear(), 0.0))
-            collectives[c.kind, c.group] = (volume + c.bytes, count + c.count)
-        return Summary(
-            tuple(Product(*key, count) for key, count in products.items() if count),
-            self.bytes + other.bytes,
-            self.kernels + other.kernels,
-            tuple(Collective(*key, *value) for key, value in sorted(collectives.items()) if value[1]),
-        )
-
-    def __mul__(self, times: float) -> "Summary":
-        return Summary(
-            tuple(dataclasses.replace(p, count=p.count * times) for p in self.products),
-            self.bytes * times,
-            self.kernels * times,
-            tuple(dataclasses.replace(c, bytes=c.bytes * times, count=c.count * times) for c in self.collectives),
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,22 +126,60 @@ def _instruction(match: re.Match, rest: str) -> Instruction:
     )
 
 
-def group_size(attributes: str, devices: int) -> int:
-    """Devices that take part in one collective; `devices` where the text names no groups."""
+def first_group(attributes: str, devices: int) -> tuple[int, ...]:
+    """The devices, as numbered in the program's mesh, of the first group of a collective; all where none are named."""
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
-        return len(listed[1].split(","))
-    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", attributes):
-        return int(iota[2])
+        return tuple(int(n) for n in listed[1].split(","))
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+        shape, dims, order = (tuple(int(n) for n in (part or "").split(",") if n) for part in iota.groups())
+        ids = np.arange(math.prod(dims)).reshape(dims)
+        return tuple(int(n) for n in (ids.transpose(order) if order else ids).reshape(shape)[0].ravel())
     if mesh := re.search(r"replica_groups=@?mesh\[(.*?)\].*?\{([^}]*)\}", attributes):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", mesh[2]))
-    return 2 if "source_target_pairs=" in attributes else devices
+        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+        taken = re.findall(r"'(\w+)'", mesh[2])
+        ids = _mesh_ids(attributes, math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        return tuple(int(n) for n in ids[tuple(slice(None) if axis in taken else 0 for axis in sizes)].ravel())
+    if pairs := re.findall(
+        r"\{(\d+),(\d+)\}", attributes.partition("source_target_pairs=")[2].partition("}}")[0] + "}"
+    ):
+        return 0, collections.Counter(abs(int(a) - int(b)) for a, b in pairs).most_common(1)[0][0]
+    return tuple(range(devices))
 
 
-def trips(attributes: str) -> int:
-    """How often a `while` runs its body, as far as the compiler knows; else 1."""
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', attributes)
-    return int(known[1]) if known else 1
+def _mesh_ids(attributes: str, count: int) -> np.ndarray:
+    """The order of devices of a mesh that a collective names: as the text says, else ascending."""
+    if iota := re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", attributes):
+        dims, order = (tuple(int(n) for n in (part or "").split(",") if n) for part in iota.groups())
+        ids = np.arange(count).reshape(dims)
+        return ids.transpose(order) if order else ids
+    if listed := re.search(r"device_ids=\(([\d,]+)\)", attributes):
+        return np.array([int(n) for n in listed[1].split(",")])
+    return np.arange(count)
+
+
+def trips(attributes: str, condition: Computation, body: Computation) -> int:
+    """How often a `while` runs its body: what the compiler notes, else what its counter from 0 tells; 1 where it has
+    none."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', attributes):
+        return int(known[1])
+    root = _root(condition)
+    if root is None or root.opcode != "compare" or "direction=LT" not in root.attributes:
+        return 1
+    counter, bound = (condition.get(name) for name in root.operands)
+    index = re.search(r"index=(\d+)", counter.attributes) if counter else None
+    if index is None or (most := _constant(bound)) is None:
+        return 1
+    new = body.get(_root(body).operands[int(index[1])])
+    steps = [s for name in (new.operands if new else ()) if (s := _constant(body.get(name)))]
+    return -(-most // steps[0]) if steps else most
+
+
+def _root(computation: Computation) -> Instruction | None:
+    return next((i for i in computation.values() if i.root), None)
+
+
+def _constant(i: Instruction | None) -> int | None:
+    return int(i.inside) if i and i.opcode == "constant" and i.inside.isdigit() else None
 
 
 def summarize(text: str, rows: int = 0, *, scalars: bool = True) -> Summary:
@@ -253,11 +204,25 @@ class _Walk:
     def computation(self, name: str = "") -> Summary:
         name = name or self.entry
         if name not in self._done:
-            total, body = Summary(), self.computations[name]
-            for instruction in body.values():
-                total += self._one(instruction, body)
-            self._done[name] = total
+            self._done[name] = self._walk(self.computations[name])
         return self._done[name]
+
+    def _walk(self, body: Computation) -> Summary:
+        """Sums the instructions in their order; what runs while a collective is under way is its cover."""
+        found: list[Summary] = []
+        open_: dict[str, int] = {}  # collectives under way, the oldest first -> their place in `found`
+        for i in body.values():
+            if i.opcode.endswith("-done"):
+                open_.pop(i.operands[0], None)
+                continue
+            part = self._one(i, body)
+            if open_ and part.kernels:
+                place = next(iter(open_.values()))
+                found[place] = _covered(found[place], part)
+            if i.opcode.endswith("-start") and len(part.collectives) == 1 and '"is_sync":true' not in i.attributes:
+                open_[i.name] = len(found)
+            found.append(part)
+        return total(found)
 
     def _linear(self, size: int, amount: float) -> Linear:
         """`amount`, of something with `size` elements."""
@@ -266,7 +231,7 @@ class _Walk:
         return Linear(amount, 0.0)
 
     def _bytes(self, arrays: Iterable[Array], times: float = 1) -> Linear:
-        return sum((self._linear(a.size, a.bytes * times) for a in arrays), Linear())
+        return sum((self._linear(a.size, a.bytes * times) for a in arrays), NOTHING)
 
     def _called(self, i: Instruction, attribute: str) -> str:
         return re.search(rf"\b{attribute}=%?([\w.\-]+)", i.attributes)[1]
@@ -276,8 +241,9 @@ class _Walk:
         if opcode in _FREE or opcode.endswith(("-done", "-update")):
             return Summary()
         if opcode == "while":
-            step = self.computation(self._called(i, "body")) + self.computation(self._called(i, "condition"))
-            return self._loop(step, trips(i.attributes))
+            names = self._called(i, "condition"), self._called(i, "body")
+            step = total(self.computation(name) for name in names)
+            return self._loop(step, trips(i.attributes, *(self.computations[name] for name in names)))
         if opcode == "call":
             return self.computation(self._called(i, "to_apply"))
         if opcode == "async-start":
@@ -286,7 +252,7 @@ class _Walk:
             names = re.search(r"branch_computations=\{(.*?)\}", i.attributes)
             branches = _NAME.findall(names[1] if names else i.attributes.split("metadata")[0])
             found = [self.computation(b) for b in branches if b in self.computations]
-            return max(found, key=lambda s: s.kernels, default=Summary())
+            return max(found, key=lambda s: s.steps, default=Summary())
         operands = [body[name] for name in i.operands if name in body]
         kind = opcode.removesuffix("-start")
         if kind in COLLECTIVES:
@@ -297,27 +263,25 @@ class _Walk:
         return self._kernel(i, self._product(i, operands), self._plain_bytes(i, operands))
 
     def _kernel(self, i: Instruction, flops: Linear, volume: Linear) -> Summary:
-        if flops != Linear():
-            return Summary(products=(Product(flops, volume, 1.0),), kernels=1.0)
-        return Summary(bytes=volume, kernels=float(self.scalars or any(a.size > 1 for a in i.arrays)))
+        starts = bool(flops) or self.scalars or any(a.size > 1 for a in i.arrays)
+        return Summary(kernels=(Kernel(flops, volume),), steps=float(starts))
 
     def _loop(self, step: Summary, times: int) -> Summary:
-        if not self.rows or times % self.rows or step.products or step.collectives:
+        if not self.rows or times % self.rows or step.flops or step.collectives:
             return step * times
         # A loop over rows is one operation (a scatter) that the compiler at hand spells out; it runs as one kernel.
         volume = Linear(0.0, (step.bytes.fixed + step.bytes.per_row) * times / self.rows)
-        return Summary(bytes=volume, kernels=1.0)
+        return Summary(kernels=(Kernel(NOTHING, volume),), steps=1.0)
 
     def _collective(self, i: Instruction, kind: str, operands: list[Instruction]) -> Summary:
-        group = group_size(i.attributes, self.devices)
-        if group == 1:
+        group = first_group(i.attributes, self.devices)
+        if len(group) == 1:
             return Summary()
         arrays = [a for o in operands for a in o.arrays]
-        if kind == "all-gather":  # its result is `group` operands; of a "-start" the type holds both
-            volume = self._bytes(arrays, group)
-        else:
-            volume = self._bytes(arrays)
-        return Summary(collectives=(Collective(kind, group, volume, 1.0),))
+        # The result of a gather is `group` operands; the type of its "-start" holds both.
+        volume = self._bytes(arrays, len(group) if kind == "all-gather" else 1)
+        stride = max(1, (max(group) - min(group)) // (len(group) - 1))
+        return Summary(collectives=(Collective(kind, len(group), stride, volume),), steps=0.0)
 
     def _plain_bytes(self, i: Instruction, operands: list[Instruction]) -> Linear:
         if i.opcode in _SLICES:
@@ -331,37 +295,37 @@ class _Walk:
     def _fusion_bytes(self, i: Instruction, inner: Computation, operands: list[Instruction]) -> Linear:
         """Results and operands, of which only the part that is touched counts: a slice that is read, and the slice
         that is written into an array in place."""
-        total = Linear()
-        root = next(x for x in inner.values() if x.root)
+        amount = NOTHING
+        root = _root(inner)
         updated = set()
         for result in [inner[n] for n in root.operands] if root.opcode == "tuple" else [root]:
             result = _source(result, inner)
             if result.opcode == "dynamic-update-slice":
                 updated.add(_source(inner[result.operands[0]], inner).name)
-                total += self._bytes(inner[result.operands[1]].arrays)
+                amount += self._bytes(inner[result.operands[1]].arrays)
             else:
-                total += self._bytes(result.arrays)
+                amount += self._bytes(result.arrays)
         for parameter in (x for x in inner.values() if x.opcode == "parameter"):
             number = int(parameter.inside)
             if parameter.name in updated or number >= len(operands):
                 continue
             readers = _readers(parameter.name, inner)
             if readers and all(r.opcode in _SLICES for r in readers):
-                total += self._bytes(a for r in readers for a in r.arrays)
+                amount += self._bytes(a for r in readers for a in r.arrays)
             else:
-                total += self._bytes(operands[number].arrays)
-        return total
+                amount += self._bytes(operands[number].arrays)
+        return amount
 
     def _products(self, computation: Computation) -> Linear:
         """Matrix operations in a fused computation and those nested in it."""
-        total = Linear()
+        amount = NOTHING
         for i in computation.values():
             if i.opcode in ("fusion", "call"):
                 nested = self._called(i, "calls" if i.opcode == "fusion" else "to_apply")
-                total += self._products(self.computations[nested])
+                amount += self._products(self.computations[nested])
             else:
-                total += self._product(i, [computation[n] for n in i.operands if n in computation])
-        return total
+                amount += self._product(i, [computation[n] for n in i.operands if n in computation])
+        return amount
 
     def _product(self, i: Instruction, operands: list[Instruction]) -> Linear:
         """Matrix operations of one instruction: 2 x result x contracted elements."""
@@ -369,8 +333,11 @@ class _Walk:
         if i.opcode == "custom-call" and target and "fmha" in target[1]:
             return self._attention(target[1], operands)
         matmul = i.opcode == "custom-call" and target and ("gemm" in target[1] or "matmul" in target[1])
+        if i.opcode == "convolution":
+            inner = _convolved(i, operands[1].arrays[0])
+            return self._linear(i.arrays[0].size * inner, 2.0 * i.arrays[0].size * inner)
         if i.opcode != "dot" and not matmul:
-            return Linear()
+            return NOTHING
         dims = re.search(r'"?lhs_contracting_dim(?:ension)?s"?[=:][{\["]*([\d,"]*)', i.attributes)
         left, result = operands[0].arrays[0], i.arrays[0]
         contracted = [int(n) for n in re.findall(r"\d+", dims[1])] if dims else [len(left.shape) - 1]
@@ -384,6 +351,30 @@ class _Walk:
         # heads_q x T_q x T_k x head_dim, whichever order the two middle axes have
         keys = key.size // math.prod((key.shape[0], min(key.shape[1], key.shape[2]), key.shape[3]))
         return self._linear(query.size, 2.0 * products * query.size * keys)
+
+
+def _convolved(i: Instruction, kernel: Array) -> int:
+    """Numbers that are multiplied and summed into one result of a convolution, which is how the TPU compiler writes a
+    product: the input features, and each window that slides over nothing. A padded or dilated window stands for a
+    dimension that is not summed over."""
+    inner = kernel.shape[re.search(r"dim_labels=\w+_(\w+)->", i.attributes)[1].index("i")]
+    window = re.search(r"window=\{([^}]*)\}", i.attributes)
+    fields = dict(part.split("=") for part in window[1].split()) if window else {}
+    sizes = [int(n) for n in fields.get("size", "1").split("x")]
+    pads = fields.get("pad", "x".join(["0_0"] * len(sizes))).split("x")
+    dilated = fields.get("lhs_dilate", "x".join(["1"] * len(sizes))).split("x")
+    for size, pad, dilation in zip(sizes, pads, dilated, strict=True):
+        if pad == "0_0" and dilation == "1":
+            inner *= size
+    return inner
+
+
+def _covered(collective: Summary, by: Summary) -> Summary:
+    """`collective` with the kernels of `by` added to what runs beside it."""
+    (c,) = collective.collectives
+    volume = sum((k.bytes * k.count for k in by.kernels), c.cover_bytes)
+    c = dataclasses.replace(c, cover_flops=c.cover_flops + by.flops, cover_bytes=volume)
+    return dataclasses.replace(collective, collectives=(c,))
 
 
 def _source(i: Instruction, computation: Computation) -> Instruction:

@@ -1,4 +1,4 @@
-"""On-disk cache by content: cluster probes, compiled pieces, measured seconds. One small JSON file an entry."""
+"""On-disk cache by content: cluster probes, compiled pieces, bytes of calls, measured seconds, plans. One small JSON file an entry."""
 
 import json
 import os
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from real_jax.cost.compile import Compiled
-from real_jax.cost.hlo import Collective, Linear, Product, Summary
 from real_jax.spec.errors import UsageError
 from real_jax.spec.files import from_data, to_data
 from real_jax.spec.hardware import Cluster, check_cluster
@@ -45,12 +44,20 @@ class Store:
         """The piece with content hash `key`."""
         data = self._read("pieces", key)
         try:
-            return None if data is None else _compiled(data)
-        except (KeyError, TypeError, ValueError):
+            return None if data is None else from_data(Compiled, data, "the cache")
+        except UsageError:
             return None
 
     def record_compiled(self, key: str, compiled: Compiled) -> None:
         self._write("pieces", key, to_data(compiled))
+
+    def footprint(self, key: str) -> int | None:
+        """Bytes of a compiled call."""
+        data = self._read("footprints", key)
+        return data if isinstance(data, int) and not isinstance(data, bool) and data >= 0 else None
+
+    def record_footprint(self, key: str, bytes_: int) -> None:
+        self._write("footprints", key, int(bytes_))
 
     def plan(self, key: str) -> dict | None:
         """What a search found, as it was recorded."""
@@ -98,27 +105,3 @@ class Store:
         except BaseException:
             os.unlink(temporary)
             raise
-
-
-def _linear(data) -> Linear:
-    return Linear(float(data["fixed"]), float(data["per_row"]))
-
-
-def _compiled(data) -> Compiled:
-    summary = data["summary"]
-    return Compiled(
-        summary=Summary(
-            products=tuple(
-                Product(_linear(p["flops"]), _linear(p["bytes"]), float(p["count"])) for p in summary["products"]
-            ),
-            bytes=_linear(summary["bytes"]),
-            kernels=float(summary["kernels"]),
-            collectives=tuple(
-                Collective(str(c["kind"]), int(c["group"]), _linear(c["bytes"]), float(c["count"]))
-                for c in summary["collectives"]
-            ),
-        ),
-        rows=int(data["rows"]),
-        temp_bytes=int(data["temp_bytes"]),
-        fixed_bytes=int(data["fixed_bytes"]),
-    )

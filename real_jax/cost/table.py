@@ -1,4 +1,4 @@
-"""Costs of every call under every placement that a search may choose, for the machine that this process runs on.
+"""Costs of every call under every placement that a search may choose.
 
   inference  micro-batches x forward
   train      optimizer steps x (micro-batches x (gradient + its sum over `data`) + optimizer)
@@ -11,30 +11,22 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Mapping, Sequence
 
-from real_jax.cost.compile import Compiled, Piece, compile_piece
-from real_jax.cost.hlo import Collective, Linear, Summary
+from real_jax.cost.compile import Compiled, Piece
+from real_jax.cost.parallel import Progress, compile_all
 from real_jax.cost.roofline import RESOURCES, Seconds, launch_seconds, seconds
 from real_jax.cost.store import Store
-from real_jax.runtime.meshes import devices
+from real_jax.cost.summary import Collective, Kernel, Linear, Summary
+from real_jax.cost.targets import Target
 from real_jax.spec.arch import weights
 from real_jax.spec.costs import Cost, CostTable
 from real_jax.spec.dataflow import Call, Graph
 from real_jax.spec.hardware import Cluster
 from real_jax.spec.plan import Placement, Workload, shard_bytes
 
-Progress = Callable[[int, int, str], None]  # pieces done, pieces in all, what was done last
-
 HOST_SECONDS = 1e-3  # of a host call: reading a few small arrays and running Python over them
 
-# Of one optimizer step (clip by global norm, AdamW, accept or reject), counted in its compiled program: passes over each
-# float32 weight's shard (gradient, two moments, weight, their updates), and kernels per weight.
-_UPDATE_PASSES = 22
-_UPDATE_KERNELS = 11
-# The sum of gradients over `data`: one collective each for the stacked blocks, the embedding and what is left.
-_GRADIENT_SUMS = 3
 # Sums of single numbers over the mesh in an optimizer step: the loss, its normalizer, metrics, the gradient's norm.
 _SCALAR_SUMS = 4
 # The compiler's plan differs a little with every number of rows, so bytes err on the high side.
@@ -49,31 +41,37 @@ def fill_costs(
     cluster: Cluster,
     options: Mapping[str, Sequence[Placement]],
     store: Store,
+    target: Target,
     progress: Progress = lambda done, total, what: None,
-    threads: int = 2,
+    workers: int = 2,
 ) -> CostTable:
     """Costs of all `options`, call -> placements; a host call is entered under `Placement()` whether listed or not.
 
     Placements that differ in `first` or `offload` alone cost the same. Layer programs that the store lacks are
-    compiled, `threads` at a time, and kept there. Raises UsageError where a mesh is larger than this machine.
+    compiled for `target`, `workers` at a time, and kept there; a placement that the compiler refuses is left out.
+    Raises UsageError where a mesh is larger than the target.
     """
-    calls = [c for c in graph.calls if c.kind != "host" and c.name in options]
-    needed = {
-        piece for call in calls for placement in options[call.name] for piece in pieces(call, work, placement).values()
+    shapes = {
+        call: sorted({dataclasses.replace(p, first=0, offload=False) for p in placements})
+        for call, placements in options.items()
+        if graph.call(call).kind != "host"
     }
-    compiled = compile_all(sorted(needed), store, progress, threads)
-    table, known = CostTable(), {}
+    needed = {
+        piece
+        for call, placements in shapes.items()
+        for placement in placements
+        for piece in pieces(graph.call(call), work, placement).values()
+    }
+    compiled = compile_all(sorted(needed), target, store, progress, workers)
+    table = CostTable()
     for call in graph.calls:
         if call.kind == "host":
             table.add(call.name, Placement(), host_cost(call, work, cluster, store))
-            continue
-        for placement in options.get(call.name, ()):
-            shape = dataclasses.replace(placement, first=0, offload=False)
-            if (call.name, shape) not in known:
-                known[call.name, shape] = _with_measurement(
-                    call_cost(call, work, shape, cluster, compiled), call, work, shape, cluster, store
-                )
-            table.add(call.name, placement, known[call.name, shape])
+        for placement in shapes.get(call.name, ()):
+            parts = {part: compiled.get(piece) for part, piece in pieces(call, work, placement).items()}
+            if all(parts.values()):
+                cost = call_cost(call, work, placement, cluster, parts)
+                table.add(call.name, placement, _with_measurement(cost, call, work, placement, cluster, store))
     return table
 
 
@@ -99,45 +97,28 @@ def measurement_key(call: Call, work: Workload, placement: Placement, cluster: s
     return f"{cluster}-{call.kind}-{digest}"
 
 
-def compile_all(needed: Sequence[Piece], store: Store, progress: Progress, threads: int) -> dict[Piece, Compiled]:
-    """Every piece's analysis, from the store or compiled now."""
-    kind = devices()[0].device_kind
-    found = {piece: known for piece in needed if (known := store.compiled(piece.key(kind))) is not None}
-    missing = [piece for piece in needed if piece not in found]
-    with ThreadPoolExecutor(threads) as pool:
-        running = {pool.submit(compile_piece, piece): piece for piece in missing}
-        try:
-            for done, future in enumerate(as_completed(running), 1):
-                piece = running[future]
-                found[piece] = future.result()
-                store.record_compiled(piece.key(kind), found[piece])
-                progress(done, len(missing), f"{piece.kind} over {piece.placement.describe()}")
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return found
-
-
 def pieces(call: Call, work: Workload, placement: Placement) -> dict[str, Piece]:
     """The layer programs that a call under `placement` consists of, by the part they play.
 
-    What remat adds does not depend on `fsdp`, so it is the difference of two gradients without it.
+    A train call is made of "gradient", "optimizer" and, where gradients are summed over `data`, "sums": a gradient
+    over at least two parts of `fsdp`, in which the compiler tells what has to be summed.
     """
     arch, head = work.archs[call.model], work.heads[call.model]
 
     def piece(kind, length=work.length, **more) -> Piece:
-        mesh = {"fsdp": placement.fsdp, "tensor": placement.tensor} | more
-        return Piece(kind, arch, head, length=length, compute_bytes=work.compute_bytes, **mesh)
+        mesh = {"fsdp": placement.fsdp, "tensor": placement.tensor, "compute_bytes": work.compute_bytes} | more
+        return Piece(kind, arch, head, length=length, **mesh)
 
     if call.kind == "generate":
         return {"generate": piece("generate", work.prompt_length, response=work.response_length)}
     if call.kind == "inference":
         return {"forward": piece("forward")}
-    parts = {"gradient": piece("gradient")}
-    if placement.remat and placement.fsdp == 1:
-        return {"gradient": piece("gradient", remat=True)}
-    if placement.remat:
-        parts |= {"with remat": piece("gradient", fsdp=1, remat=True), "without": piece("gradient", fsdp=1)}
+    parts = {
+        "gradient": piece("gradient", remat=placement.remat),
+        "optimizer": piece("optimizer", 0, fsdp=1, tensor=1, compute_bytes=4),
+    }
+    if placement.data > 1:
+        parts["sums"] = piece("gradient", remat=placement.remat, fsdp=max(placement.fsdp, 2))
     return parts
 
 
@@ -147,10 +128,9 @@ def rows_per_device(call: Call, work: Workload, placement: Placement) -> float:
 
 
 def call_cost(
-    call: Call, work: Workload, placement: Placement, cluster: Cluster, compiled: Mapping[Piece, Compiled]
+    call: Call, work: Workload, placement: Placement, cluster: Cluster, parts: Mapping[str, Compiled]
 ) -> Cost:
-    """Cost of a call from its layer programs."""
-    parts = {part: compiled[piece] for part, piece in pieces(call, work, placement).items()}
+    """Cost of a call from its layer programs, `pieces(call, work, placement)` compiled."""
     rows = rows_per_device(call, work, placement)
     launch = Seconds(overhead=launch_seconds(placement.count, cluster))
 
@@ -161,36 +141,50 @@ def call_cost(
         (part,) = parts.values()
         spent = time(part.summary) * placement.micro_batches + launch
         return _cost(spent, part.temp_at(rows) + _results_bytes(call, work, placement))
-    summary, temp = parts["gradient"].summary, parts["gradient"].temp_at(rows)
-    if "with remat" in parts:
-        summary += parts["with remat"].summary + parts["without"].summary * -1
-        temp *= parts["with remat"].temp_at(rows) / parts["without"].temp_at(rows)
-    micro = time(summary + gradient_sum(call, work, placement))
-    step = micro * placement.micro_batches + time(optimizer_step(call, work, placement))
+    gradient = parts["gradient"].summary
+    if placement.data > 1:
+        gradient = summed_over_data(gradient, parts["sums"].summary, placement)
+    step = time(gradient) * placement.micro_batches
+    step += time(optimizer_step(call, work, placement, parts["optimizer"].summary))
     spent = step * work.minibatches.get(call.name, 1) + launch
-    table = weights(work.archs[call.model], work.heads[call.model])
-    gradients = shard_bytes(table, placement, 4) * (2 if placement.micro_batches > 1 else 1)
-    return _cost(spent, temp + gradients + _results_bytes(call, work, placement))
+    gradients = _shard(call, work, placement) * 4 * (2 if placement.micro_batches > 1 else 1)
+    return _cost(spent, parts["gradient"].temp_at(rows) + gradients + _results_bytes(call, work, placement))
 
 
-def gradient_sum(call: Call, work: Workload, placement: Placement) -> Summary:
-    """The collectives that sum the gradients of a micro-batch over `data`."""
-    if placement.data == 1:
-        return Summary()
-    table = weights(work.archs[call.model], work.heads[call.model])
-    volume = Linear(shard_bytes(table, placement, 4))
-    return Summary(collectives=(Collective("all-reduce", placement.data, volume, _GRADIENT_SUMS),))
+def summed_over_data(gradient: Summary, sums: Summary, placement: Placement) -> Summary:
+    """`gradient` of one copy of the parameters, with what `placement.data` copies add: sums of gradients over them.
+
+    Args:
+      sums: a gradient over `fsdp` parts, at least two. Whatever it reduces over those parts, and is no larger where
+        there are more rows, is a gradient. Where it is scattered, the part that is left is reduced over `data` as well;
+        where it is not, one reduction runs over both.
+    """
+    p, parts = placement, max(placement.fsdp, 2)
+
+    def is_gradient(c: Collective) -> bool:
+        reduces = c.kind in ("all-reduce", "reduce-scatter") and not c.bytes.per_row
+        return reduces and (c.group, c.stride) == (parts, p.tensor)
+
+    whole = [c for c in sums.collectives if is_gradient(c) and c.kind == "all-reduce"]
+    scattered = [c for c in sums.collectives if is_gradient(c) and c.kind == "reduce-scatter"]
+    kept = [c for c in gradient.collectives if not (is_gradient(c) and c.kind == "all-reduce")]
+    added = [Collective("all-reduce", p.data * p.fsdp, p.tensor, c.bytes, c.count) for c in whole]
+    across = p.fsdp * p.tensor
+    added += [Collective("all-reduce", p.data, across, c.bytes * (1 / p.fsdp), c.count) for c in scattered]
+    return dataclasses.replace(gradient, collectives=(*kept, *added))
 
 
-def optimizer_step(call: Call, work: Workload, placement: Placement) -> Summary:
-    """An optimizer step on each device's shard of float32 weights and moments."""
-    table = weights(work.archs[call.model], work.heads[call.model])
-    scalars = Collective("all-reduce", placement.count, Linear(4 * _SCALAR_SUMS), _SCALAR_SUMS)
-    return Summary(
-        bytes=Linear(_UPDATE_PASSES * shard_bytes(table, placement, 4)),
-        kernels=_UPDATE_KERNELS * len(table),
-        collectives=(scalars,) if placement.count > 1 else (),
-    )
+def optimizer_step(call: Call, work: Workload, placement: Placement, whole: Summary) -> Summary:
+    """An optimizer step on each device's shard of float32 weights and moments; `whole` is that on all of them."""
+    share = _shard(call, work, placement) / _shard(call, work, Placement())
+    kernels = tuple(Kernel(k.flops * share, k.bytes * share, k.count) for k in whole.kernels)
+    scalars = Collective("all-reduce", placement.count, 1, Linear(4), _SCALAR_SUMS)
+    return Summary(kernels, (scalars,) if placement.count > 1 else (), whole.steps)
+
+
+def _shard(call: Call, work: Workload, placement: Placement) -> int:
+    """Numbers of the model's parameters on one device."""
+    return shard_bytes(weights(work.archs[call.model], work.heads[call.model]), placement, 1)
 
 
 def host_cost(call: Call, work: Workload, cluster: Cluster, store: Store) -> Cost:
@@ -210,5 +204,14 @@ def _cost(spent: Seconds, work_bytes: float) -> Cost:
 
 
 def _with_measurement(cost: Cost, call: Call, work, placement, cluster: Cluster, store: Store) -> Cost:
-    measured = store.measured(measurement_key(call, work, placement, cluster.name))
-    return cost if measured is None else dataclasses.replace(cost, seconds=measured, source="measured")
+    """`cost` with the seconds of the same call as it ran before, else as its layers ran, where either is known."""
+    key = measurement_key(call, work, placement, cluster.name)
+    for source, known in (("measured", store.measured(key)), ("layers", store.measured(layers_key(key)))):
+        if known is not None:
+            return dataclasses.replace(cost, seconds=known, source=source)
+    return cost
+
+
+def layers_key(key: str) -> str:
+    """Under which the seconds are stored that follow from a run with few layers; `key` is the call's own."""
+    return f"layers-{key}"

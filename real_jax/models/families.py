@@ -1,6 +1,6 @@
-"""Hugging Face `config.json` <-> `Arch`, and the tensors that such a folder holds, for the Llama architecture.
+"""Hugging Face `config.json` <-> `Arch`, and the tensors that such a folder holds, for the Llama and Qwen2 architectures.
 
-The key names are those of transformers' LlamaConfig; the rotary base stands at the top level in files written by
+The key names are those of transformers' LlamaConfig and Qwen2Config; the rotary base stands at the top level in files written by
 transformers 4 and inside `rope_parameters` in those of transformers 5.
 """
 
@@ -13,8 +13,13 @@ import numpy as np
 from real_jax.spec.arch import Arch, Head
 from real_jax.spec.errors import UsageError
 
-# Architecture name in config.json -> the head it carries. The second is how a reward model or critic is stored.
-ARCHITECTURES: Mapping[str, Head] = {"LlamaForCausalLM": "lm", "LlamaForSequenceClassification": "scalar"}
+# model_type in config.json -> its architectures and the head that each carries. The second is how a reward model or
+# critic is stored.
+_FAMILIES: Mapping[str, Mapping[str, Head]] = {
+    "llama": {"LlamaForCausalLM": "lm", "LlamaForSequenceClassification": "scalar"},
+    "qwen2": {"Qwen2ForCausalLM": "lm", "Qwen2ForSequenceClassification": "scalar"},
+}
+ARCHITECTURES: Mapping[str, Head] = {name: head for family in _FAMILIES.values() for name, head in family.items()}
 
 _SIZES = {
     "num_hidden_layers": "layers",
@@ -52,6 +57,7 @@ def arch_from_config(config: Mapping[str, Any], where: str) -> tuple[Arch, Head]
         rope_theta=_rope_theta(config, where),
         norm_eps=_number(config, "rms_norm_eps", where, 1e-6),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=_architecture(config).startswith("Qwen2"),
     ), head
 
 
@@ -61,10 +67,11 @@ def config_from_arch(arch: Arch, head: Head = "lm", dtype: str = "float32", **to
     `token_ids` are bos_token_id, eos_token_id and pad_token_id, as far as they are known. Keys with `None` are
     written as null, since LlamaConfig would otherwise assume the ids of Llama's own vocabulary.
     """
-    architecture = next(name for name, kind in ARCHITECTURES.items() if kind == head)
+    family = "qwen2" if arch.qkv_bias else "llama"
+    architecture = next(name for name, kind in _FAMILIES[family].items() if kind == head)
     config = {
         "architectures": [architecture],
-        "model_type": "llama",
+        "model_type": family,
         **{theirs: getattr(arch, ours) for theirs, ours in _SIZES.items()},
         "num_key_value_heads": arch.kv_heads,
         "head_dim": arch.head_dim,
@@ -81,6 +88,9 @@ def config_from_arch(arch: Arch, head: Head = "lm", dtype: str = "float32", **to
         "pad_token_id": None,
         **token_ids,
     }
+    if family == "qwen2":
+        del config["attention_bias"], config["mlp_bias"]  # Qwen2Config has no such fields; its biases are fixed
+        config["use_sliding_window"] = False
     if head == "scalar":
         config["id2label"] = {"0": "score"}
         config["label2id"] = {"score": 0}
@@ -134,6 +144,9 @@ def tensors(arch: Arch, head: Head = "lm") -> dict[str, Tensor]:
     def projection(name: str, heads: int) -> Tensor:
         return Tensor(name, (heads * e, d), (heads, e, d), (2, 0, 1))
 
+    def bias(name: str, heads: int) -> Tensor:
+        return Tensor(name, (heads * e,), (heads, e), (0, 1))
+
     table = {
         "embed": Tensor("model.embed_tokens.weight", (v, d), (v, d), (0, 1)),
         "blocks/attention_norm": vector(block + "input_layernorm.weight"),
@@ -147,6 +160,9 @@ def tensors(arch: Arch, head: Head = "lm") -> dict[str, Tensor]:
         "blocks/down": linear(block + "mlp.down_proj.weight", d, f),
         "norm": vector("model.norm.weight"),
     }
+    if arch.qkv_bias:
+        for ours, theirs, heads in (("query", "q", h), ("key", "k", k), ("value", "v", k)):
+            table[f"blocks/{ours}_bias"] = bias(f"{block}self_attn.{theirs}_proj.bias", heads)
     if head == "scalar":
         table["scalar"] = Tensor("score.weight", (1, d), (d,), (0,))
     elif not arch.tied_embeddings:
@@ -157,8 +173,7 @@ def tensors(arch: Arch, head: Head = "lm") -> dict[str, Tensor]:
 def _head(config: Mapping[str, Any], where: str) -> Head:
     if not isinstance(config, Mapping):
         raise UsageError(f"{where} must hold a JSON object of model fields.")
-    names = config.get("architectures") or (["LlamaForCausalLM"] if config.get("model_type") == "llama" else [])
-    name = names[0] if names else None
+    name = _architecture(config)
     if name not in ARCHITECTURES:
         found = f"architecture {name!r}" if name else f"no architecture and model_type {config.get('model_type')!r}"
         raise UsageError(f"{where} names {found}. Supported: {', '.join(ARCHITECTURES)}.")
@@ -169,6 +184,12 @@ def _head(config: Mapping[str, Any], where: str) -> Head:
     return head
 
 
+def _architecture(config: Mapping[str, Any]) -> str:
+    """The architecture's name; where none is given, the language model of the family."""
+    family = _FAMILIES.get(config.get("model_type"), ())
+    return next(iter(config.get("architectures") or family), "")
+
+
 def _check_computation(config: Mapping[str, Any], where: str) -> None:
     """Refuses every option that would make the forward pass another one than the plain Llama decoder's."""
     refused = {
@@ -177,6 +198,7 @@ def _check_computation(config: Mapping[str, Any], where: str) -> None:
         "hidden_act": ("silu", "swish"),
         "quantization_config": (None,),
         "partial_rotary_factor": (None, 1, 1.0),
+        "use_sliding_window": (False, None),
     }
     for field, allowed in refused.items():
         if (value := config.get(field, allowed[0])) not in allowed:

@@ -13,7 +13,21 @@ import numpy as np
 from flax import nnx
 
 from real_jax.models.cache import Cache, read_layer, write_positions, write_prefix
-from real_jax.spec.arch import BATCH, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LENGTH, MLP, Arch, Head, Weight, weights
+from real_jax.spec.arch import (
+    BATCH,
+    BIAS,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LENGTH,
+    MLP,
+    NORM,
+    Arch,
+    Head,
+    Weight,
+    weights,
+)
 
 Array = jax.Array
 Params = dict[str, Array]  # keyed like spec.arch.weights
@@ -157,6 +171,8 @@ class Transformer(nnx.Module):
     def _qkv(self, block: Blocks, x: Array, positions: Array) -> tuple[Array, Array, Array]:
         y = rms_norm(x, block.attention_norm[...], self.arch.norm_eps)
         q, k, v = (jnp.einsum("btd,dhk->bthk", y, w[...]) for w in (block.query, block.key, block.value))
+        if self.arch.qkv_bias:
+            q, k, v = q + block.query_bias[...], k + block.key_bias[...], v + block.value_bias[...]
         q = self.constrain(rotate(q, positions, self.arch.rope_theta), (BATCH, LENGTH, HEADS, HEAD_DIM))
         k = self.constrain(rotate(k, positions, self.arch.rope_theta), (BATCH, LENGTH, KV_HEADS, HEAD_DIM))
         return q, k, self.constrain(v, (BATCH, LENGTH, KV_HEADS, HEAD_DIM))
@@ -173,15 +189,15 @@ class Transformer(nnx.Module):
 
 
 def initialize(table: Mapping[str, Weight], key: Array, dtype=jnp.float32) -> Params:
-    """Random weights: normal with variance 1 / fan_in, norm scales one. A weight's values depend on `key` and its name.
+    """Random weights: normal with variance 1 / fan_in, norm scales one, biases zero. A weight's values depend on `key` and its name.
 
     Drawn on the host: a program that draws dozens of arrays takes longer to compile than a small model to train.
     """
     entropy = np.asarray(jax.random.key_data(key)).tolist()
 
     def one(name: str, weight: Weight) -> Array:
-        if weight.fan_in == 0:
-            return jnp.asarray(np.ones(weight.shape, np.float32), dtype)
+        if weight.fan_in in (NORM, BIAS):
+            return jnp.full(weight.shape, weight.fan_in == NORM, dtype)
         random = np.random.default_rng([*entropy, zlib.crc32(name.encode())])
         values = random.standard_normal(weight.shape, np.float32) * np.float32(weight.fan_in**-0.5)
         return jnp.asarray(values, dtype)

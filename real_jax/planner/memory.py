@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import numpy as np
 
@@ -18,8 +19,8 @@ STATE_BYTES = 3 * MASTER_BYTES
 
 
 def gib(count: float) -> str:
-    """Bytes as GiB with three digits."""
-    return f"{count / GIB:.3g} GiB"
+    """Bytes as GiB with three digits, all digits of a thousand and more."""
+    return f"{count / GIB:,.0f} GiB" if count >= 1000 * GIB else f"{count / GIB:.3g} GiB"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +121,27 @@ def least_bytes(call: str, placement: Placement, graph: Graph, work: Workload, c
     kind, model = graph.call(call).kind, graph.call(call).model
     itemsize = STATE_BYTES if kind == "train" else work.compute_bytes
     return model_shard_bytes(model, work, placement, itemsize) + costs[call, placement].work_bytes
+
+
+def infeasible(graph: Graph, work: Workload, cluster: Cluster) -> str | None:
+    """Why no plan at all can fit `cluster`, before anything is compiled: what the models' states need if they are split over
+    all devices and frozen models wait in host memory. None where that fits.
+    """
+    needs = {
+        m: arch_lib.parameter_count(work.archs[m], work.heads[m]) * STATE_BYTES for m in graph.models if graph.trains(m)
+    }
+    total, have = sum(needs.values()), cluster.chip.memory_gib * GIB * cluster.devices
+    if total <= have:
+        return None
+    nodes = math.ceil(total / (cluster.chip.memory_gib * GIB * cluster.devices_per_node))
+    nodes = 1 << (nodes - 1).bit_length()
+    parts = ", ".join(f"{m} {gib(need)}" for m, need in sorted(needs.items(), key=lambda item: -item[1]))
+    return (
+        f"Training needs {gib(total)} of parameters and optimizer state ({parts}; float32 weights and two moments), but "
+        f"the {cluster.devices} x {cluster.chip.memory_gib:g} GiB of {cluster.name!r} hold {gib(have)}: "
+        f"{gib(total - have)} are short. The smallest cluster of such nodes that can hold them has "
+        f"{nodes * cluster.devices_per_node} devices ({nodes} nodes); or train smaller models."
+    )
 
 
 def check(plan: ExecutionPlan, graph: Graph, work: Workload, cluster: Cluster, costs: CostTable) -> str | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from real_jax.planner import memory
+from real_jax.planner import memory, simulate, throughput
 from real_jax.spec.costs import CostTable
 from real_jax.spec.dataflow import Graph
 from real_jax.spec.hardware import Cluster
@@ -87,6 +87,47 @@ def plan_table(plan: ExecutionPlan, graph: Graph, work: Workload, cluster: Clust
             cost.source,
         )
     return table
+
+
+def candidates_table(rows: Iterable[tuple[str, str, bool, float, float | None, float]]) -> Table:
+    """Plans side by side: (stage, plan, whether it was chosen, predicted seconds, measured, times the chosen one's)."""
+    table = Table(box=SIMPLE_HEAD, title="Plans compared (seconds per iteration; * is the plan)")
+    for header in ("stage", "plan", "predicted", "x plan", "measured"):
+        table.add_column(header, justify="left" if header in ("stage", "plan") else "right")
+    for stage, origin, chosen, predicted, measured, factor in rows:
+        shown = "-" if measured is None else format_seconds(measured)
+        table.add_row(stage, origin + " *" * chosen, format_seconds(predicted), f"{factor:.2f}", shown)
+    return table
+
+
+def summary_table(plan, graph, work, cluster, costs, lower_bound: float | None, compiler: str) -> Table:
+    """What `plan` reaches, how far that is from the lower bound, and what limits it."""
+    seconds = simulate.iteration_seconds(plan, graph, work, cluster, costs)
+    flops = throughput.iteration_flops(graph, work)
+    peak = cluster.chip.matrix_tflops * 1e12 * cluster.devices
+    table = Table(box=SIMPLE_HEAD, show_header=False, title=f"{graph.name} on {cluster.name}, predicted")
+    table.add_column(no_wrap=True)
+    table.add_column()
+    table.add_row("iteration", format_seconds(seconds))
+    table.add_row("throughput", f"{throughput.iteration_tokens(work) / seconds:,.0f} tokens/s")
+    table.add_row("useful operations", f"{format_rate(flops / seconds)}, {flops / seconds / peak:.1%} of the peak")
+    if lower_bound:
+        gap = seconds / lower_bound - 1
+        shown = "proven optimal under these costs" if gap < 1e-6 else f"at most {gap:.1%} above the optimum"
+        table.add_row("distance", f"{shown} (no plan is faster than {format_seconds(lower_bound)})")
+    shares = throughput.device_time(plan, graph, work, cluster, costs)
+    table.add_row("device time", "\n".join(s.describe() for s in shares[:5]))
+    if compiler:
+        table.add_row("costs from", compiler)
+    return table
+
+
+def format_rate(flops_per_second: float) -> str:
+    """Operations per second with three digits, as PFLOP/s, TFLOP/s or GFLOP/s."""
+    for unit, size in (("PFLOP/s", 1e15), ("TFLOP/s", 1e12)):
+        if flops_per_second >= 0.1 * size:
+            return f"{flops_per_second / size:.3g} {unit}"
+    return f"{flops_per_second / 1e9:.3g} GFLOP/s"
 
 
 def graph_table(graph: Graph, keys: bool = False) -> Table:

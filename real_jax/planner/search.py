@@ -11,7 +11,8 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 
-from real_jax.planner import memory, simulate
+from real_jax.planner import bound, memory, simulate
+from real_jax.planner.enumerate import may_offload, moved
 from real_jax.spec.costs import CostTable
 from real_jax.spec.dataflow import Graph
 from real_jax.spec.errors import UsageError
@@ -33,12 +34,19 @@ class SearchResult:
       top: distinct plans that fit, with seconds per iteration, the fastest first.
       evaluated: distinct plans that were simulated.
       exact: whether every plan was evaluated, so that `best` is the optimum under these costs.
+      lower_bound: seconds per iteration that no plan can beat under these costs.
     """
 
     best: ExecutionPlan
     top: list[tuple[ExecutionPlan, float]]
     evaluated: int
     exact: bool
+    lower_bound: float
+
+    @property
+    def gap(self) -> float:
+        """By what share `best` may be slower than the optimum."""
+        return self.top[0][1] / self.lower_bound - 1 if self.lower_bound > 0 else math.inf
 
 
 def search(
@@ -58,22 +66,21 @@ def search(
 
     Where the product of the options is at most `evaluations`, all plans are evaluated. Otherwise options that are
     both slower and larger than another one with the same layout are left out, and chains share the evaluations: they start from each call's own fastest option, from each call's leanest option, from the plans in
-    `initial`, and (up to `restarts` chains) from the best plan so far. A step proposes another option for one call
+    `initial`, and (up to `restarts` chains) from the best plan so far, which first descends call by call. A step proposes another option for one call
     (at times two) and accepts it if the plan gets no slower, else with probability exp(-b x relative slowdown), where b
     grows from `beta` to 10 x `beta` over a chain. A plan over memory counts as slower by 3 x its overrun. A plan in `initial` that fits is never better than the result.
 
     Raises UsageError where a cost is missing, or where no plan fits the memory: what is short, and by how much.
     """
     calls = [c.name for c in graph.calls if c.kind != "host"]
-    starts = list(initial)
-    space = [_options(call, [p[call] for p in starts], graph, work, cluster, costs) for call in calls]
+    starts, about = list(initial), (graph, work, cluster, costs)
+    shapes = [_fitting(call, *about) for call in calls]
+    space = [_spread(*pair, starts, graph, cluster) for pair in zip(calls, shapes, strict=True)]
     exact = _size(space) <= evaluations
     # Where cores are shared a faster call can make a plan slower (more overlaps), so no option is left out there.
     if not exact and cluster.shared_cores == 0:
-        space = [
-            sorted({*_undominated(call, options, costs), *(p[call] for p in starts)})
-            for call, options in zip(calls, space, strict=True)
-        ]
+        shapes = [_undominated(call, known, costs) for call, known in zip(calls, shapes, strict=True)]
+        space = [_spread(*pair, starts, graph, cluster) for pair in zip(calls, shapes, strict=True)]
     trial = _Trial(calls, space, graph, work, cluster, costs)
     if _size(space) <= evaluations:
         for choice in itertools.product(*(range(len(options)) for options in space)):
@@ -88,44 +95,52 @@ def search(
         short = memory.check(trial.plan(trial.leanest), graph, work, cluster, costs)
         raise UsageError(f"No plan for {graph.name!r} was found that fits the memory of {cluster.name!r}. {short}")
     top = [(trial.plan(choice, origin), seconds) for choice, seconds in ranked[:keep]]
-    return SearchResult(top[0][0], top, len(trial.seen), exact)
+    least = (
+        top[0][1] if exact else bound.lower_bound(graph, work, cluster, costs, dict(zip(calls, shapes, strict=True)))
+    )
+    return SearchResult(top[0][0], top, len(trial.seen), exact, min(least, top[0][1]))
 
 
 def _size(space: Sequence[Sequence[Placement]]) -> int:
     return math.prod(len(options) for options in space)
 
 
-def _options(call, given: Sequence[Placement], graph, work, cluster, costs) -> list[Placement]:
-    """The placements of `call` that fit the memory by themselves, and those in `given`."""
+def _fitting(call: str, graph, work, cluster, costs) -> list[Placement]:
+    """The shapes of `call` that fit the memory by themselves."""
     known = costs.placements(call)
     if not known:
         raise UsageError(f"No cost is known for call {call!r} under any placement, so there is nothing to search.")
     limit = cluster.chip.memory_gib * memory.GIB
     need = {p: memory.least_bytes(call, p, graph, work, costs) for p in known}
-    options = [p for p in known if need[p] <= limit]
-    if not options:
-        least = min(known, key=lambda p: (need[p], p))
-        raise UsageError(
-            f"No placement of call {call!r} fits: the leanest ({least.describe()}, micro_batches "
-            f"{least.micro_batches}) needs {memory.gib(need[least])} per device, "
-            f"{memory.gib(need[least] - limit)} more than the {memory.gib(limit)} of a "
-            f"{cluster.chip.name}. Use more devices, more micro-batches or a smaller batch."
-        )
-    return sorted({*options, *given})
+    if fitting := [p for p in known if need[p] <= limit]:
+        return fitting
+    least = min(known, key=lambda p: (need[p], p))
+    raise UsageError(
+        f"No placement of call {call!r} fits: the leanest ({least.describe()}, micro_batches "
+        f"{least.micro_batches}) needs {memory.gib(need[least])} per device, "
+        f"{memory.gib(need[least] - limit)} more than the {memory.gib(limit)} of a "
+        f"{cluster.chip.name}. Use more devices, more micro-batches or a smaller batch."
+    )
+
+
+def _spread(call: str, shapes: Sequence[Placement], given: Sequence[ExecutionPlan], graph, cluster) -> list[Placement]:
+    """`shapes` on every slice, kept on the devices or, where that may be, in host memory; and what `given` plans have."""
+    offload = may_offload(call, graph)
+    return sorted({p for shape in shapes for p in moved(shape, cluster, offload)} | {plan[call] for plan in given})
 
 
 def _undominated(call: str, options: list[Placement], costs: CostTable) -> list[Placement]:
     """Leaves out placements to which one with the same layout is preferable in both seconds and bytes."""
     kept: list[Placement] = []
-    lowest: dict[tuple[Placement, bool], float] = {}
+    lowest: dict[Placement, float] = {}
 
     def merit(p: Placement):
         return costs[call, p].seconds, costs[call, p].work_bytes, p
 
     for p in sorted(options, key=merit):
         work_bytes = costs[call, p].work_bytes
-        if work_bytes < lowest.get((p.layout, p.offload), math.inf):
-            lowest[p.layout, p.offload] = work_bytes
+        if work_bytes < lowest.get(p.layout, math.inf):
+            lowest[p.layout] = work_bytes
             kept.append(p)
     return kept
 
@@ -190,6 +205,9 @@ def _chains(trial: _Trial, given: list[Choice], rng: random.Random, evaluations:
         steps = (number + 1) * evaluations // len(starts) - number * evaluations // len(starts)
         current = trial.best() if start is None else start
         score = trial(current)
+        if start is None:
+            current = _descend(trial, proposals, current, steps)
+            score = trial(current)
         for step in range(steps):
             candidate = proposals.draw(current)
             new = trial(candidate)
@@ -197,6 +215,23 @@ def _chains(trial: _Trial, given: list[Choice], rng: random.Random, evaluations:
             cold = COOLING ** (step / steps)
             if slowdown <= 0 or rng.random() < math.exp(-beta * cold * slowdown):
                 current, score = candidate, new
+    _descend(trial, proposals, trial.best(), evaluations)
+
+
+def _descend(trial: "_Trial", proposals: "_Proposals", choice: Choice, evaluations: int) -> Choice:
+    """The end of a descent from `choice`: one call after another gets the best of its options, alone or with the other calls
+    of its model in the same layout, until nothing is gained or about `evaluations` plans were looked at."""
+    score, tried, idle = trial(choice), 0, 0
+    for k in itertools.cycle(proposals.movable):
+        if idle >= len(proposals.movable) or tried >= evaluations:
+            return choice
+        near = proposals.neighbours(k, choice, score)
+        tried += len(near)
+        best = min(near, key=lambda c: (trial(c), c), default=choice)
+        idle += 1
+        if trial(best) < score * (1 - 1e-9):
+            choice, score, idle = best, trial(best), 0
+    return choice
 
 
 class _Proposals:
@@ -210,7 +245,7 @@ class _Proposals:
     """
 
     def __init__(self, trial: _Trial, rng: random.Random):
-        self.rng, self.space = rng, trial.space
+        self.rng, self.trial, self.space = rng, trial, trial.space
         self.movable = [k for k, options in enumerate(trial.space) if len(options) > 1]
         models = [trial.graph.call(call).model for call in trial.calls]
         self.family = [[j for j, m in enumerate(models) if m == model and j != k] for k, model in enumerate(models)]
@@ -241,6 +276,31 @@ class _Proposals:
             beside = p.first + p.count if p.first // p.count % 2 == 0 else p.first - p.count
             self._move(drawn, other, _devices(beside, p.count))
         return tuple(drawn)
+
+    def neighbours(self, k: int, choice: Choice, seconds: float, each: int = 3) -> list[Choice]:
+        """What a descent tries for call `k`: on every slice the fastest few options, less those that take longer than
+        `seconds` by themselves; the layouts of the other calls of its model; and each of these with them."""
+        trial, calls = self.trial, self.trial.calls
+        picked: dict[int, None] = {}
+        for trait, same in self.alike[k].items():
+            if trait[0] == "devices":
+                fast = [i for i in same if trial.costs[calls[k], self.space[k][i]].seconds < seconds]
+                meshes = {}
+                for i in fast:
+                    meshes.setdefault(_layout(self.space[k][i]), i)
+                picked |= dict.fromkeys(list(meshes.values())[:each])
+        for j in self.family[k]:
+            picked |= dict.fromkeys(self.alike[k].get(_layout(self.space[j][choice[j]]), [])[:1])
+        found = []
+        for i in picked:
+            drawn = list(choice)
+            drawn[k] = i
+            found.append(tuple(drawn))
+            for j in self.family[k]:
+                if same := self.alike[j].get(_layout(self.space[k][i])):
+                    drawn[j] = same[0]
+                    found.append(tuple(drawn))
+        return [c for c in dict.fromkeys(found) if c != choice]
 
     def _option(self, k: int, choice: Choice) -> int:
         """Another option for call `k` than the one in `choice`."""

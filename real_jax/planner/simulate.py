@@ -142,11 +142,11 @@ class _Builder:
         }
 
     def build(self, iterations: int) -> "_Builder":
-        edges = {c.name: [e for e in self.graph.edges if e.target == c.name] for c in self.graph.calls}
+        edges = _edges(self.graph, self.data_seconds is None)
         for iteration in range(iterations):
-            for call in self.graph.order:
+            for call, mine in edges:
                 self.steps.append(_Step(iteration, host=call.kind == "host"))
-                self._add_call(call, iteration, [e for e in edges[call.name] if e.lag <= iteration])
+                self._add_call(call, iteration, [e for e in mine if e.lag <= iteration])
         return self
 
     def _add_call(self, call: Call, iteration: int, edges: list[Edge]) -> None:
@@ -181,7 +181,7 @@ class _Builder:
         if key not in fresh:
             source = self.newest[model]
             made = next(node for (kept, _), node in fresh.items() if kept == source)
-            if source.devices != layout.devices and made is not None:
+            if made is not None and not source.same_devices(layout):
                 self.steps[-1].crossing.add(made)
             # Where a model trains in two layouts, its optimizer state moves along.
             archs, heads = self.work.archs, self.work.heads
@@ -194,8 +194,8 @@ class _Builder:
     def _arrival(self, edge: Edge, call: Call, iteration: int) -> int:
         """The node after which the data of `edge` are where its target runs."""
         source = self.ran[edge.source, iteration - edge.lag]
-        here, there = (None if self.graph.call(c).kind == "host" else self.plan[c] for c in (edge.target, edge.source))
-        if edge.key in call.reads and there is not None and (here is None or here.devices != there.devices):
+        here, there = (self.plan.placements.get(c) for c in (edge.target, edge.source))
+        if edge.key in call.reads and there is not None and (here is None or not here.same_devices(there)):
             self.steps[-1].crossing.add(source)
         seconds = self.data_seconds(edge, there, here) if self.data_seconds else 0.0
         if seconds <= 0:
@@ -209,6 +209,19 @@ class _Builder:
         self.steps[-1].nodes.append(len(self.nodes) - 1)
         self.step_of.append(len(self.steps) - 1)
         return len(self.nodes) - 1
+
+
+@functools.lru_cache(maxsize=256)
+def _edges(graph: Graph, alike: bool) -> tuple[tuple[Call, tuple[Edge, ...]], ...]:
+    """The calls in order, each with the edges that lead to it; with `alike` one of those that differ in their key alone."""
+
+    def of(call: Call) -> tuple[Edge, ...]:
+        mine = [e for e in graph.edges if e.target == call.name]
+        if alike:
+            mine = list({(e.source, e.lag, e.key in call.reads): e for e in mine}.values())
+        return tuple(mine)
+
+    return tuple((call, of(call)) for call in graph.order)
 
 
 def _mask(placement: Placement) -> int:

@@ -1,7 +1,7 @@
 """From an algorithm and a plan to compiled programs: the one place where calls, models and placements meet."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,6 +9,7 @@ import jax
 import optax
 
 from real_jax.algorithms.algorithm import Algorithm
+from real_jax.models.transformer import abstract_params
 from real_jax.runtime.calls import (
     Abstract,
     LoweredCall,
@@ -20,8 +21,10 @@ from real_jax.runtime.calls import (
     train_function,
 )
 from real_jax.runtime.meshes import make_mesh
+from real_jax.spec.arch import weights
+from real_jax.spec.dataflow import Call
 from real_jax.spec.experiment import GenerationConfig
-from real_jax.spec.plan import ExecutionPlan
+from real_jax.spec.plan import ExecutionPlan, Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +75,41 @@ def _function(build: Build, call, placement, mesh) -> Callable:
     )
 
 
+def lower(
+    build: Build, call: Call, placement: Placement, batch: Abstract, among: Sequence | None = None
+) -> LoweredCall:
+    """`call` under `placement`, traced and ready to compile.
+
+    Args:
+      batch: shapes of the keys that it reads.
+      among: the devices that placements number; None: those of this process.
+    """
+    mesh = make_mesh(placement, among)
+    function, optimizer = _function(build, call, placement, mesh), build.optimizers.get(call.model)
+    carried = build.algorithm.graph.carried
+    return lower_call(call, placement, mesh, build.models[call.model], function, batch, carried, optimizer)
+
+
+def abstract_batch(build: Build) -> Abstract:
+    """Shapes and types of every batch key, from the loader's to the last call's. They do not depend on a plan."""
+    initial = jax.eval_shape(lambda: dict(build.algorithm.initial))
+    batch: Abstract = {**build.inputs, **build.host_writes, **initial}
+    one = Placement()
+    mesh = make_mesh(one)
+    for call in build.algorithm.graph.order:
+        if call.kind == "host":
+            continue
+        config = build.models[call.model]
+        params = abstract_params(weights(config.arch, config.head), jax.numpy.float32)
+        inputs = [params, {key: batch[key] for key in call.reads}]
+        if call.kind == "train":
+            inputs.insert(1, jax.eval_shape(build.optimizers[call.model].init, params))
+        shapes = jax.eval_shape(_function(build, call, one, mesh), *inputs)
+        written = shapes[2] if call.kind == "train" else shapes
+        batch |= {key: shape for key, shape in written.items() if key not in initial}
+    return batch
+
+
 def compile_programs(
     build: Build,
     plan: ExecutionPlan,
@@ -97,11 +135,7 @@ def compile_programs(
             programs[call.name] = known[call.name]
             written = known[call.name].written
         else:
-            placement, config = plan[call.name], build.models[call.model]
-            mesh = make_mesh(placement)
-            function = _function(build, call, placement, mesh)
-            optimizer = build.optimizers.get(call.model)
-            lowered.append(lower_call(call, placement, mesh, config, function, batch, graph.carried, optimizer))
+            lowered.append(lower(build, call, plan[call.name], batch))
             written = lowered[-1].written
         batch |= {key: shape for key, shape in written.items() if key not in carried}
     with ThreadPoolExecutor(threads) as pool:

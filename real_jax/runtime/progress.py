@@ -24,6 +24,37 @@ def describe(row: Row) -> str:
     return f"{text}  {row['tokens_per_second']:,.0f} tokens/s"
 
 
+class PlanningProgress:
+    """Shows how planning goes on: a bar for each part in a terminal, elsewhere a line every few seconds."""
+
+    def __init__(self, console: Console, every_seconds: float = 10.0):
+        self._console, self._every = console, every_seconds
+        self._bars: Progress | None = None
+        self._tasks: dict = {}
+        self._last = time.perf_counter()
+
+    def note(self, text: str) -> None:
+        self._console.print(text, highlight=False)
+
+    def progress(self, what: str, done: int, total: int, item: str) -> None:
+        if self._console.is_terminal:
+            if not self._bars:
+                columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn())
+                self._bars = Progress(*columns, TextColumn("{task.fields[item]}"), console=self._console)
+                self._bars.start()
+            if what not in self._tasks:
+                self._tasks[what] = self._bars.add_task(what, total=total, item="")
+            self._bars.update(self._tasks[what], completed=done, total=total, item=item if done < total else "")
+        elif done == total or time.perf_counter() - self._last > self._every:
+            self._console.print(f"{what}: {done} of {total} ({item})", highlight=False)
+            self._last = time.perf_counter()
+
+    def close(self) -> None:
+        if self._bars:
+            self._bars.stop()
+            self._bars = None
+
+
 class ConsoleListener:
     """Shows each stage's progress on a console. Where that is no terminal, a line every few seconds stands in."""
 

@@ -38,6 +38,7 @@ class Arch:
       rope_theta: base of the rotary position embedding.
       norm_eps: epsilon of the root-mean-square norms.
       tied_embeddings: whether the output projection is the embedding table.
+      qkv_bias: whether queries, keys and values have a bias, as in Qwen2.
     """
 
     layers: int
@@ -51,13 +52,18 @@ class Arch:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     tied_embeddings: bool = False
+    qkv_bias: bool = False
+
+
+NORM, BIAS = 0, -1
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
     """One parameter array: its shape, the logical axis of each dimension and the scale of its initial values.
 
-    `fan_in` is the number of inputs summed into one output; 0 marks a norm scale, which starts at one.
+    `fan_in` is the number of inputs summed into one output; NORM marks a norm scale, which starts at one, and BIAS a
+    bias, which starts at zero.
     """
 
     shape: tuple[int, ...]
@@ -81,17 +87,24 @@ def weights(arch: Arch, head: Head = "lm") -> dict[str, Weight]:
 
     table = {
         "embed": Weight((a.vocab, a.d_model), (VOCAB, EMBED), a.d_model),
-        "blocks/attention_norm": stacked((a.d_model,), (EMBED,), 0),
+        "blocks/attention_norm": stacked((a.d_model,), (EMBED,), NORM),
         "blocks/query": stacked((a.d_model, a.heads, a.head_dim), (EMBED, HEADS, HEAD_DIM), a.d_model),
         "blocks/key": stacked((a.d_model, a.kv_heads, a.head_dim), (EMBED, KV_HEADS, HEAD_DIM), a.d_model),
         "blocks/value": stacked((a.d_model, a.kv_heads, a.head_dim), (EMBED, KV_HEADS, HEAD_DIM), a.d_model),
         "blocks/out": stacked((a.heads, a.head_dim, a.d_model), (HEADS, HEAD_DIM, EMBED), a.heads * a.head_dim),
-        "blocks/mlp_norm": stacked((a.d_model,), (EMBED,), 0),
+        "blocks/mlp_norm": stacked((a.d_model,), (EMBED,), NORM),
         "blocks/gate": stacked((a.d_model, a.d_ff), (EMBED, MLP), a.d_model),
         "blocks/up": stacked((a.d_model, a.d_ff), (EMBED, MLP), a.d_model),
         "blocks/down": stacked((a.d_ff, a.d_model), (MLP, EMBED), a.d_ff),
-        "norm": Weight((a.d_model,), (EMBED,), 0),
+        "norm": Weight((a.d_model,), (EMBED,), NORM),
     }
+    if a.qkv_bias:
+        for name, count, axis in (
+            ("query", a.heads, HEADS),
+            ("key", a.kv_heads, KV_HEADS),
+            ("value", a.kv_heads, KV_HEADS),
+        ):
+            table[f"blocks/{name}_bias"] = stacked((count, a.head_dim), (axis, HEAD_DIM), BIAS)
     if head == "scalar":
         table["scalar"] = Weight((a.d_model,), (EMBED,), a.d_model)
     elif not a.tied_embeddings:
@@ -131,4 +144,12 @@ ARCHS: dict[str, Arch] = {
         rope_theta=1e6,
     ),
     "llama-70b": Arch(layers=80, d_model=8192, heads=64, kv_heads=8, head_dim=128, d_ff=28672, vocab=32000, context=4096),
+    "qwen2.5-7b": Arch(
+        layers=28, d_model=3584, heads=28, kv_heads=4, head_dim=128, d_ff=18944, vocab=152064, context=32768,
+        rope_theta=1e6, norm_eps=1e-6, qkv_bias=True,
+    ),
+    "qwen2.5-32b": Arch(
+        layers=64, d_model=5120, heads=40, kv_heads=8, head_dim=128, d_ff=27648, vocab=152064, context=32768,
+        rope_theta=1e6, norm_eps=1e-6, qkv_bias=True,
+    ),
 }  # fmt: skip

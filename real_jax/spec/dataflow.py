@@ -86,19 +86,35 @@ class Graph:
                 )
         self.order  # a cycle is an error here, not at the first run
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # The planner keeps what it derives from a graph under the graph.
+        return hash((self.name, self.calls, self.inputs, self.carried))
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Call]:
+        return {c.name: c for c in self.calls}
+
     def has(self, name: str) -> bool:
-        return any(c.name == name for c in self.calls)
+        return name in self._by_name
 
     def call(self, name: str) -> Call:
-        return next(c for c in self.calls if c.name == name)
+        return self._by_name[name]
 
-    @property
+    @functools.cached_property
     def models(self) -> tuple[str, ...]:
         """The models called, in the order of their first call."""
         return tuple(dict.fromkeys(c.model for c in self.calls if c.model))
 
     def trains(self, model: str) -> bool:
-        return any(c.kind == "train" and c.model == model for c in self.calls)
+        return model in self._trained
+
+    @functools.cached_property
+    def _trained(self) -> frozenset[str]:
+        return frozenset(c.model for c in self.calls if c.kind == "train")
 
     @functools.cached_property
     def edges(self) -> tuple[Edge, ...]:

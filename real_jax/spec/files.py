@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import types
 import typing
 from collections.abc import Mapping
@@ -33,8 +34,7 @@ def from_data(cls, data, where: str, path: str = ""):
     """Builds dataclass `cls` from plain data; `where` names the file in errors. Missing keys take their defaults."""
     if not isinstance(data, Mapping):
         raise UsageError(f"{where}: {path or 'the file'} must be a mapping of fields, not {data!r}.")
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints, fields = _hints(cls), {f.name: f for f in dataclasses.fields(cls)}
     values = {}
     for key, value in data.items():
         name = f"{path}.{key}" if path else str(key)
@@ -47,6 +47,9 @@ def from_data(cls, data, where: str, path: str = ""):
         if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise UsageError(f"{where}: key {f'{path}.{name}' if path else name!r} is missing.")
     return cls(**values)
+
+
+_hints = functools.cache(typing.get_type_hints)
 
 
 def _convert(hint, value, where: str, name: str):
@@ -63,6 +66,11 @@ def _convert(hint, value, where: str, name: str):
         if value is None:
             return None
         return _convert(next(a for a in typing.get_args(hint) if a is not type(None)), value, where, name)
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise UsageError(f"{where}: {name} is {value!r}; it must be a list.")
+        inner = typing.get_args(hint)[0]
+        return tuple(_convert(inner, item, where, f"{name}[{i}]") for i, item in enumerate(value))
     if hint is float and isinstance(value, str):
         try:  # YAML 1.1 reads 1e-5 as text
             return float(value)

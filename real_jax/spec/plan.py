@@ -1,6 +1,7 @@
 """Execution plans: for each call, which devices, which mesh axes, how many micro-batches. Plain data, no devices touched."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
@@ -53,7 +54,15 @@ class Placement:
     remat: bool = False
     offload: bool = False
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # A search looks placements up millions of times.
+        return hash((self.first, self.data, self.fsdp, self.tensor, self.micro_batches, self.remat, self.offload))
+
+    @functools.cached_property
     def count(self) -> int:
         """Number of devices."""
         return self.data * self.fsdp * self.tensor
@@ -71,10 +80,13 @@ class Placement:
         """Parts that the batch dimension is split into."""
         return self.data * self.fsdp
 
-    @property
+    @functools.cached_property
     def layout(self) -> "Placement":
         """This placement without what does not move parameters: two calls with equal layouts share their weights."""
         return Placement(self.first, self.data, self.fsdp, self.tensor)
+
+    def same_devices(self, other: "Placement") -> bool:
+        return self.first == other.first and self.count == other.count
 
     def overlaps(self, other: "Placement") -> bool:
         return self.first < other.first + other.count and other.first < self.first + self.count

@@ -1,9 +1,10 @@
 import dataclasses
 
 import pytest
+from support import here
 
 from real_jax.cost.compile import Piece, compile_piece, marker_rows
-from real_jax.spec.arch import Arch, forward_flops
+from real_jax.spec.arch import Arch, forward_flops, parameter_count
 from real_jax.spec.errors import UsageError
 
 ARCH = Arch(layers=2, d_model=32, heads=4, kv_heads=2, head_dim=8, d_ff=64, vocab=48, context=64)
@@ -28,7 +29,7 @@ def compiled():
     def get(kind="forward", arch=ARCH, head="lm", fsdp=1, tensor=1, length=LENGTH, **more):
         piece = Piece(kind, arch, head, fsdp, tensor, length, **more)
         if piece not in known:
-            known[piece] = compile_piece(piece)
+            known[piece] = compile_piece(piece, here())
         return known[piece]
 
     return get
@@ -69,22 +70,22 @@ def test_generation_is_a_prefill_and_every_decode_step(compiled):
 def test_tensor_splits_the_work_and_sums_activations(compiled):
     whole, half = compiled().summary, compiled(tensor=2).summary
     assert half.flops.per_row == pytest.approx(whole.flops.per_row / 2, rel=0.01)
-    (reduced,) = [c for c in half.collectives if c.kind == "all-reduce"]
-    assert reduced.group == 2
+    reduced = [c for c in half.collectives if c.kind == "all-reduce"]
+    assert {(c.group, c.stride) for c in reduced} == {(2, 1)}
     # After attention and after the feed-forward network of each layer: [16, 32] float32 a row; embedding and head more.
-    assert reduced.count >= 2 * ARCH.layers
-    assert reduced.bytes.per_row >= 2 * ARCH.layers * 4 * LENGTH * ARCH.d_model
+    assert sum(c.count for c in reduced) >= 2 * ARCH.layers
+    assert sum(c.count * c.bytes.per_row for c in reduced) >= 2 * ARCH.layers * 4 * LENGTH * ARCH.d_model
     assert not whole.collectives
 
 
 def test_fsdp_gathers_weights(compiled):
     split = compiled(fsdp=4).summary
     assert split.flops.per_row == compiled().summary.flops.per_row
-    (gathered,) = [c for c in split.collectives if c.kind == "all-gather"]
+    gathered = [c for c in split.collectives if c.kind == "all-gather"]
     # All weights of the model but nothing that grows with the rows.
     weights = 2 * (2 * 32 + 32 * 8 * (4 + 4 + 2 + 2) + 3 * 32 * 64) + 32 + 2 * 48 * 32
-    assert gathered.group == 4
-    assert gathered.bytes.fixed == pytest.approx(4 * weights, rel=0.15)
+    assert {c.group for c in gathered} == {4}
+    assert sum(c.count * c.bytes.fixed for c in gathered) == pytest.approx(4 * weights, rel=0.15)
 
 
 def test_temporary_bytes_are_linear_in_the_rows(compiled):
@@ -106,8 +107,17 @@ def test_keys_tell_pieces_apart():
         dataclasses.replace(piece, tensor=2), dataclasses.replace(piece, length=17),
         dataclasses.replace(piece, compute_bytes=2), dataclasses.replace(piece, remat=True),
     ]  # fmt: skip
-    assert len({p.key("cpu") for p in [piece, *others]} | {piece.key("H100")}) == len(others) + 2
-    assert piece.key("cpu") == dataclasses.replace(piece).key("cpu")
+    target = here()
+    other = dataclasses.replace(target, version="another compiler")
+    assert len({p.key(target) for p in [piece, *others]} | {piece.key(other)}) == len(others) + 2
+    assert piece.key(target) == dataclasses.replace(piece).key(dataclasses.replace(target))
+
+
+def test_an_optimizer_step_reads_and_writes_weights_and_moments(compiled):
+    summary = compiled("optimizer", length=0).summary
+    assert not summary.flops and not summary.collectives
+    # At least: read weight, gradient and two moments, write weight and moments.
+    assert summary.bytes.fixed >= 7 * 4 * parameter_count(ARCH)
 
 
 def test_bfloat16_halves_the_weights(compiled):
@@ -117,4 +127,4 @@ def test_bfloat16_halves_the_weights(compiled):
 
 def test_a_mesh_larger_than_the_machine():
     with pytest.raises(UsageError, match="there are 8"):
-        compile_piece(Piece("forward", ARCH, "lm", 16, 1, LENGTH))
+        compile_piece(Piece("forward", ARCH, "lm", 16, 1, LENGTH), here())

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from real_jax.cost.hlo import Array, Collective, Linear, Product, Summary, arrays_of, group_size, summarize, trips
+from real_jax.cost.hlo import Array, arrays_of, first_group, summarize, trips
+from real_jax.cost.summary import NOTHING, Collective, Kernel, Linear, Summary
 
 # A matrix product of [6, 8] by [8, 4], a tanh of it, and the sum over pairs of devices.
 PLAIN = """HloModule jit_f, is_scheduled=true, num_partitions=8
@@ -34,18 +35,18 @@ ENTRY %main (x: f32[6,8], w: f32[8,4]) -> f32[6,4] {
 def test_a_product_a_fusion_and_a_collective():
     s = summarize(PLAIN)
     # dot: 2 x 6 x 4 x 8 operations; it reads 48 + 32 numbers and writes 24. The fusion reads 24 and writes 24.
-    assert s.products == (Product(Linear(384), Linear(4 * (48 + 32 + 24)), 1),)
+    assert s.kernels == (Kernel(Linear(384), Linear(4 * (48 + 32 + 24))), Kernel(NOTHING, Linear(4 * 48)))
     assert s.flops == Linear(384)
     assert s.bytes == Linear(4 * 48)
-    assert s.kernels == 2
-    assert s.collectives == (Collective("all-reduce", 2, Linear(96), 1),)
+    assert s.steps == 2
+    assert s.collectives == (Collective("all-reduce", 2, 1, Linear(96)),)
 
 
 def test_rows_mark_what_grows_with_them():
     # Three rows: [6, ...] arrays hold multiples of 3 numbers, the weight's 32 numbers do not.
     s = summarize(PLAIN, rows=3)
     assert s.flops == Linear(0, 128)
-    assert s.products[0].bytes == Linear(128, 4 * 72 / 3)
+    assert s.kernels[0].bytes == Linear(128, 4 * 72 / 3)
     assert s.bytes == Linear(0, 64)
     assert s.collectives[0].bytes == Linear(0, 32)
     assert s.flops.at(3) == 384
@@ -84,15 +85,22 @@ def test_a_loop_counts_as_often_as_it_runs():
     s = summarize(LOOP)
     # A step: next (3 x 4 bytes), row (2 x 32), moved (3 x 128), less (4 + 4 + 1).
     assert s.bytes == Linear(5 * (12 + 64 + 384 + 9))
-    assert s.kernels == 5 * 4
-    assert s.collectives == (Collective("all-gather", 4, Linear(5 * 128), 5),)
-    assert summarize(LOOP, scalars=False).kernels == 5 * 2
+    assert s.steps == 5 * 4
+    assert s.collectives == (Collective("all-gather", 4, 1, Linear(128), 5),)
+    assert summarize(LOOP, scalars=False).steps == 5 * 2
+
+
+def test_the_bound_of_a_counter_tells_the_trips_where_the_compiler_does_not():
+    unknown = LOOP.replace(', backend_config={"known_trip_count":{"n":"5"}}', "")
+    assert summarize(unknown) == summarize(LOOP)
+    in_twos = unknown.replace("%one = s32[] constant(1)", "%one = s32[] constant(2)")
+    assert summarize(in_twos).steps == 3 * 4  # counts 0, 2, 4
 
 
 def test_a_loop_over_rows_is_one_kernel():
     loop = LOOP.replace("%gathered = f32[4,8]{1,0} all-gather", "%gathered = f32[4,8]{1,0} broadcast")
     s = summarize(loop, rows=5)
-    assert s.kernels == 1
+    assert s.steps == 1
     # As above, and the broadcast (32 + 128 bytes) for each of 5 rows.
     assert s.bytes.fixed == 0
     assert s.bytes.at(5) == pytest.approx(5 * (12 + 64 + 384 + 9 + 160))
@@ -119,18 +127,47 @@ ENTRY %main (a: f32[100,8], b: f32[1,8], c: s32[]) -> f32[100,8] {
 
 
 @pytest.mark.parametrize(
-    "attributes, size",
+    "attributes, group",
     [
-        ("replica_groups={{0,1,2,3},{4,5,6,7}}, x", 4),
-        ("replica_groups=[4,2]<=[2,2,2]T(1,0,2)", 2),
-        ("replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(1,0,2)) {'axis_1'}, dimensions={0}", 4),
-        ("replica_groups=mesh['a'=2,'b'=3] {'a','b'}", 6),
-        ("replica_groups={}", 8),
-        ("source_target_pairs={{0,1},{1,0}}", 2),
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}, x", (0, 1, 2, 3)),
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}, x", (0, 4)),
+        ("replica_groups=[2,4]<=[8], x", (0, 1, 2, 3)),
+        # Devices as [2, 4], transposed and cut into rows of two: 0 4, 1 5, ...
+        ("replica_groups=[4,2]<=[2,4]T(1,0), x", (0, 4)),
+        # Devices as [2, 2, 2] = (a, b, c), in the order b, a, c: 0 1 4 5 2 3 6 7.
+        ("replica_groups=[2,4]<=[2,2,2]T(1,0,2)", (0, 1, 4, 5)),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(1,0,2)) {'axis_1'}, x", (0, 1, 4, 5)),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}, dimensions={0}", (0, 4)),
+        ("replica_groups=mesh['a'=2,'b'=3] {'a','b'}", (0, 1, 2, 3, 4, 5)),
+        ("replica_groups={}", (0, 1, 2, 3, 4, 5, 6, 7)),
+        ("source_target_pairs={{0,4},{4,0}}, metadata={}", (0, 4)),
+        ("source_target_pairs={{0,7},{1,0},{2,1},{3,2}}", (0, 1)),  # a ring
     ],
 )
-def test_group_sizes(attributes, size):
-    assert group_size(attributes, 8) == size
+def test_the_first_group_of_a_collective(attributes, group):
+    assert first_group(attributes, 8) == group
+
+
+ASYNC = """HloModule jit_a, num_partitions=8
+
+ENTRY %main (x: f32[4,8], w: f32[8,8]) -> f32[16,8] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %w = f32[8,8]{1,0} parameter(1)
+  %start = (f32[4,8]{1,0}, f32[16,8]{1,0}) all-gather-start(%x), channel_id=1, replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+  %beside = f32[4,8]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %also = f32[4,8]{1,0} add(%beside, %x)
+  %done = f32[16,8]{1,0} all-gather-done(%start)
+  ROOT %after = f32[16,8]{1,0} negate(%done)
+}
+"""
+
+
+def test_what_runs_beside_a_collective_is_its_cover():
+    s = summarize(ASYNC)
+    # Beside it: a product of 2 x 4 x 8 x 8 operations that moves 32 + 64 + 32 numbers, and a sum that moves 96.
+    assert s.collectives == (Collective("all-gather", 4, 2, Linear(512), 1.0, Linear(512), Linear(4 * (128 + 96))),)
+    sync = ASYNC.replace("dimensions={0}\n", 'dimensions={0}, backend_config={"is_sync":true}\n', 1)
+    assert summarize(sync).collectives == (Collective("all-gather", 4, 2, Linear(512)),)
 
 
 def test_types_and_trip_counts():
@@ -138,8 +175,8 @@ def test_types_and_trip_counts():
         Array("bf16", (2, 3)), Array("pred", ()), Array("s32", (7,)),
     )  # fmt: skip
     assert [a.bytes for a in arrays_of("(bf16[2,3], pred[], s32[7], f8e4m3fn[4])")] == [12, 1, 28, 4]
-    assert trips('backend_config={"known_trip_count":{"n":"12"}}') == 12
-    assert trips("condition=%c, body=%b") == 1
+    assert trips('backend_config={"known_trip_count":{"n":"12"}}', {}, {}) == 12
+    assert trips("condition=%c, body=%b", {}, {}) == 1
 
 
 def test_matrix_products_that_a_gpu_library_runs():
@@ -155,16 +192,40 @@ ENTRY %main (x: bf16[2,6,8], w: bf16[8,4], q: bf16[3,16,2,8], k: bf16[3,16,2,8])
 }
 """
     # gemm: 2 x 48 x 8. Attention: two products, each 2 x (3 rows x 2 heads) x 16 x 16 x 8.
-    assert sorted(p.flops.fixed for p in summarize(text).products) == [2 * 48 * 8, 2 * 2 * 6 * 16 * 16 * 8]
+    assert sorted(k.flops.fixed for k in summarize(text).kernels) == [2 * 48 * 8, 2 * 2 * 6 * 16 * 16 * 8]
+
+
+@pytest.mark.parametrize(
+    "left, right, out, attributes, summed",
+    [
+        ("6,8", "8,4", "6,4", "dim_labels=bf_io->bf", 8),
+        # [B, T, D] by [D, H, K]: heads are a window that slides over nothing and is padded.
+        ("1,6,8", "3,8,2", "3,6,2", "window={size=3 pad=2_2 rhs_reversal=1}, dim_labels=0bf_0io->0bf", 8),
+        # [B, T, H, K] by [H, K, D]: heads are summed over.
+        ("3,6,2", "3,2,8", "1,6,8", "window={size=3}, dim_labels=0bf_0io->0bf", 3 * 2),
+        # Attention: one product for each head.
+        ("3,6,2", "3,2,5", "3,6,5", "window={size=3 stride=2 lhs_dilate=3}, dim_labels=0bf_0io->0bf", 2),
+    ],
+)
+def test_products_as_the_tpu_compiler_writes_them(left, right, out, attributes, summed):
+    text = f"""HloModule jit_c
+
+ENTRY %main (x: bf16[{left}], w: bf16[{right}]) -> bf16[{out}] {{
+  %x = bf16[{left}] parameter(0)
+  %w = bf16[{right}] parameter(1)
+  ROOT %product = bf16[{out}] convolution(%x, %w), {attributes}
+}}
+"""
+    assert summarize(text).flops == Linear(2 * summed * np.prod([int(n) for n in out.split(",")]))
 
 
 def test_sums_and_multiples():
     one = summarize(PLAIN)
     both = one + one * 2
     assert both.flops == Linear(3 * 384)
-    assert both.kernels == 6
-    assert both.collectives == (Collective("all-reduce", 2, Linear(3 * 96), 3),)
-    assert len(both.products) == 1
+    assert both.steps == 6
+    assert both.collectives == (Collective("all-reduce", 2, 1, Linear(96), 3),)
+    assert len(both.kernels) == 2
     assert both + one * -3 == Summary()
 
 
@@ -178,7 +239,7 @@ def test_against_the_compiler_where_nothing_loops():
     compiled = jax.jit(lambda x, w: x @ w).lower(x, w).compile()
     summary, analysis = summarize(compiled.as_text()), compiled.cost_analysis()
     assert summary.flops.fixed == analysis["flops"] == 2 * 32 * 64 * 16
-    np.testing.assert_allclose(summary.products[0].bytes.fixed, analysis["bytes accessed"])
+    np.testing.assert_allclose(summary.kernels[0].bytes.fixed, analysis["bytes accessed"])
 
 
 def test_a_scan_counts_every_layer():

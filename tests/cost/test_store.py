@@ -5,16 +5,15 @@ import threading
 import pytest
 
 from real_jax.cost.compile import Compiled
-from real_jax.cost.hlo import Collective, Linear, Product, Summary
 from real_jax.cost.store import Store, default_folder
+from real_jax.cost.summary import Collective, Kernel, Linear, Summary
 from real_jax.spec.hardware import Chip, Cluster, Link
 
 COMPILED = Compiled(
     summary=Summary(
-        products=(Product(Linear(1.5, 2.5), Linear(3, 4), 5),),
-        bytes=Linear(6, 7),
-        kernels=8,
-        collectives=(Collective("all-gather", 4, Linear(9, 10), 11),),
+        kernels=(Kernel(Linear(1.5, 2.5), Linear(3, 4), 5.0), Kernel(Linear(), Linear(6, 7), 1.0)),
+        collectives=(Collective("all-gather", 4, 2, Linear(9, 10), 11.0, Linear(12.0), Linear(13, 14)),),
+        steps=8.0,
     ),
     rows=13,
     temp_bytes=1000,

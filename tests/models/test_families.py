@@ -71,6 +71,15 @@ def test_transformers_reads_the_same_shape(name):
     assert arch_from_config(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, "config.json")[0] == arch
 
 
+def test_transformers_reads_the_same_qwen2():
+    transformers = pytest.importorskip("transformers")
+    arch = ARCHS["qwen2.5-7b"]
+    config = transformers.Qwen2Config.from_dict(config_from_arch(arch))
+    assert (config.hidden_size, config.num_key_value_heads, config.vocab_size) == (3584, 4, 152064)
+    assert not config.use_sliding_window
+    assert arch_from_config(config.to_dict() | {"architectures": ["Qwen2ForCausalLM"]}, "config.json")[0] == arch
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -14,6 +14,7 @@ from real_jax.spec.errors import RunError, UsageError
 
 ARCH = Arch(layers=3, d_model=12, heads=4, kv_heads=2, head_dim=6, d_ff=20, vocab=11, context=32, rope_theta=5e4)
 TIED = dataclasses.replace(ARCH, tied_embeddings=True)
+QWEN = dataclasses.replace(ARCH, qkv_bias=True)
 
 
 def random_params(arch, head="lm", seed=0):
@@ -28,7 +29,9 @@ def assert_equal(found, expected):
         assert np.array_equal(found[key], value), key
 
 
-@pytest.mark.parametrize(("arch", "head"), [(ARCH, "lm"), (TIED, "lm"), (ARCH, "scalar")])
+@pytest.mark.parametrize(
+    ("arch", "head"), [(ARCH, "lm"), (TIED, "lm"), (ARCH, "scalar"), (QWEN, "lm"), (QWEN, "scalar")]
+)
 def test_round_trip_is_bit_for_bit(tmp_path, arch, head):
     params = random_params(arch, head)
     hf.save(tmp_path / "model", arch, params)
@@ -51,6 +54,17 @@ def test_stored_tensors_have_the_names_and_order_of_transformers(tmp_path):
     assert out[9, 3 * 6 + 4] == params["blocks/out"][2, 3, 4, 9]
     assert np.array_equal(stored["model.layers.0.mlp.down_proj.weight"], params["blocks/down"][0].T)
     assert np.array_equal(stored["lm_head.weight"], params["unembed"].T)
+
+
+def test_biases_have_the_names_and_order_of_transformers(tmp_path):
+    params = random_params(QWEN)
+    hf.save(tmp_path, QWEN, params)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert len(stored) == 3 + 12 * 3
+    bias = stored["model.layers.2.self_attn.k_proj.bias"]
+    assert bias.shape == (2 * 6,)
+    assert bias[1 * 6 + 4] == params["blocks/key_bias"][2, 1, 4]
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
 
 
 def test_a_saved_folder_says_what_it_is(tmp_path):

@@ -17,6 +17,7 @@ ARCH = Arch(
     layers=2, d_model=12, heads=4, kv_heads=2, head_dim=6, d_ff=10, vocab=11, context=64, rope_theta=100.0, norm_eps=1e-3
 )  # fmt: skip
 TIED = dataclasses.replace(ARCH, tied_embeddings=True)
+BIASED = dataclasses.replace(ARCH, qkv_bias=True)
 TOKENS = np.random.default_rng(0).integers(0, ARCH.vocab, (3, 9)).astype(np.int32)
 
 
@@ -24,7 +25,10 @@ def make_params(arch=ARCH, head="lm", seed=0):
     """Random numbers everywhere, norm scales too."""
     random = np.random.default_rng(seed)
     table = weights(arch, head)
-    return {k: (random.normal(size=w.shape) * (w.fan_in or 4) ** -0.5).astype(np.float32) for k, w in table.items()}
+    return {
+        k: (random.normal(size=w.shape) * (w.fan_in if w.fan_in > 0 else 4) ** -0.5).astype(np.float32)
+        for k, w in table.items()
+    }
 
 
 PARAMS = make_params()
@@ -60,17 +64,20 @@ def plain_hidden(arch, params, tokens):
     for layer in range(arch.layers):
         w = {k.split("/")[1]: v[layer] for k, v in p.items() if k.startswith("blocks/")}
         normed = [plain_norm(row, w["attention_norm"], arch.norm_eps) for row in x]
+        b = {name: w.get(f"{name}_bias", np.zeros((arch.heads, arch.head_dim))) for name in ("query", "key", "value")}
         attended = []
         for t in range(len(tokens)):
             out = np.zeros(arch.d_model)
             for h in range(arch.heads):
                 group = h // (arch.heads // arch.kv_heads)
-                q = plain_rotation(normed[t] @ w["query"][:, h], t, arch.rope_theta)
-                keys = [plain_rotation(normed[s] @ w["key"][:, group], s, arch.rope_theta) for s in range(t + 1)]
+                q = plain_rotation(normed[t] @ w["query"][:, h] + b["query"][h], t, arch.rope_theta)
+                keys = [normed[s] @ w["key"][:, group] + b["key"][group] for s in range(t + 1)]
+                keys = [plain_rotation(k, s, arch.rope_theta) for s, k in enumerate(keys)]
+                values = [normed[s] @ w["value"][:, group] + b["value"][group] for s in range(t + 1)]
                 scores = np.asarray([q @ k for k in keys]) / np.sqrt(arch.head_dim)
                 share = np.exp(scores - scores.max())
                 share /= share.sum()
-                out += sum(a * (normed[s] @ w["value"][:, group]) for s, a in enumerate(share)) @ w["out"][h]
+                out += sum(a * v for a, v in zip(share, values, strict=True)) @ w["out"][h]
             attended.append(out)
         x = x + np.stack(attended)
         normed = np.stack([plain_norm(row, w["mlp_norm"], arch.norm_eps) for row in x])
@@ -79,8 +86,8 @@ def plain_hidden(arch, params, tokens):
     return np.stack([plain_norm(row, p["norm"], arch.norm_eps) for row in x])
 
 
-@pytest.mark.parametrize("arch", [ARCH, TIED, dataclasses.replace(ARCH, kv_heads=4), dataclasses.replace(ARCH, kv_heads=1)],
-                         ids=["untied", "tied", "one key head each", "one key head for all"])  # fmt: skip
+@pytest.mark.parametrize("arch", [ARCH, TIED, dataclasses.replace(ARCH, kv_heads=4), dataclasses.replace(ARCH, kv_heads=1), BIASED],
+                         ids=["untied", "tied", "one key head each", "one key head for all", "biases"])  # fmt: skip
 def test_logits_equal_those_of_a_plain_llama(arch):
     params = make_params(arch, seed=3)
     logits = jitted(lambda model, tokens: model.logits(model(tokens)), arch)(params, TOKENS)

@@ -4,7 +4,7 @@ import itertools
 
 from planner_instances import PPO, make_cluster, make_work
 
-from real_jax.planner.enumerate import moved, placements, shapes, slice_sizes, slice_starts
+from real_jax.planner.enumerate import may_offload, moved, placements, shapes, slice_sizes, slice_starts
 from real_jax.spec.dataflow import Call, Graph
 from real_jax.spec.plan import Placement, placement_error
 
@@ -17,10 +17,22 @@ def test_slices_of_nodes_that_are_no_power_of_two():
     assert slice_starts(12, cluster) == [0]
 
 
-def test_three_nodes_give_every_run_of_whole_nodes():
+def test_whole_nodes_come_in_powers_of_two_and_all_together():
     cluster = make_cluster(nodes=3, per_node=2)
     assert slice_sizes(cluster) == [1, 2, 4, 6]
-    assert slice_starts(4, cluster) == [0, 2]
+    assert slice_starts(4, cluster) == [0]  # 2-5 is not aligned to its own size
+    assert slice_sizes(make_cluster(nodes=8, per_node=4)) == [1, 2, 4, 8, 16, 32]
+
+
+def test_parts_of_a_node_are_taken_from_every_eighth_of_a_large_cluster():
+    cluster = make_cluster(nodes=32, per_node=4)
+    assert slice_starts(2, cluster) == [16 * i + f for i in range(8) for f in (0, 2)]
+    assert slice_starts(4, cluster) == list(range(0, 128, 4))
+
+
+def test_tensor_stays_within_a_node():
+    work, cluster = make_work(PPO), make_cluster(nodes=4, per_node=2)
+    assert max(p.tensor for p in shapes("actor_train", PPO, work, cluster)) == 2
 
 
 def test_counts_by_hand():
@@ -42,8 +54,8 @@ def test_all_and_only_what_placement_error_accepts():
         accepted = [
             Placement(*fields)
             for fields in itertools.product(
-                range(4), (1, 2, 4), (1, 2, 4), (1, 2, 4), (1,) if kind == "generate" else (1, 2, 4),
-                (False, True) if kind == "train" else (False,),
+                range(4), (1, 2, 4), (1, 2, 4), (1, 2), (1,) if kind == "generate" else (1, 2, 4),
+                (False, True) if kind == "train" else (False,), (False, True) if call == "reward_inference" else (False,),
             )
             if placement_error(call, Placement(*fields), PPO, work, cluster) is None
         ]  # fmt: skip
@@ -52,9 +64,11 @@ def test_all_and_only_what_placement_error_accepts():
 
 def test_shapes_moved_to_every_slice_are_the_placements():
     work, cluster = make_work(PPO), make_cluster(2, 4)
-    spread = [p for shape in shapes("actor_train", PPO, work, cluster) for p in moved(shape, cluster)]
-    assert sorted(spread) == placements("actor_train", PPO, work, cluster)
-    assert len(set(spread)) == len(spread)
+    for call, offload in (("actor_train", False), ("reward_inference", True), ("critic_inference", False)):
+        assert may_offload(call, PPO) == offload
+        spread = [p for shape in shapes(call, PPO, work, cluster) for p in moved(shape, cluster, offload)]
+        assert sorted(spread) == placements(call, PPO, work, cluster)
+        assert len(set(spread)) == len(spread)
 
 
 def test_a_host_call_has_one_placement():

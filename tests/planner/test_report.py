@@ -7,9 +7,9 @@ from planner_instances import PPO, make_cluster, make_work
 from rich.console import Console
 
 from real_jax.planner.report import compare_table, format_devices, gantt, graph_table, plan_table
-from real_jax.spec.timeline import Event
 from real_jax.spec.costs import Cost, CostTable
 from real_jax.spec.plan import ExecutionPlan, Placement
+from real_jax.spec.timeline import Event
 
 EVENTS = (
     Event("actor to generate", "reallocation", 0, (0, 1, 6, 7), 0.0, 0.2),

@@ -19,6 +19,8 @@ SMALL = Arch(layers=3, d_model=8, heads=4, kv_heads=2, head_dim=2, d_ff=10, voca
         ("llama-13b", 13_015_864_320),
         ("llama-70b", 68_976_648_192),
         ("smollm2-135m", 134_515_008),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-32b", 32_763_876_352),
     ],
 )
 def test_published_counts(name, count):

@@ -172,12 +172,19 @@ def test_host_calls_need_no_placement():
 
 
 def test_cost_table():
-    table = CostTable({("a", Placement(2)): Cost(1.0, 10, "measured")})
+    table = CostTable({("a", Placement(data=2)): Cost(1.0, 10, "measured")})
     table.add("a", Placement(), Cost(2.0, 20, "compiled"))
     table.add("b", Placement(), Cost(3.0, 30, "analytic"))
     assert len(table) == 3
     assert table["a", Placement()].seconds == 2.0
-    assert ("b", Placement()) in table and ("b", Placement(2)) not in table
-    assert table.placements("a") == [Placement(), Placement(2)]
-    with pytest.raises(UsageError, match="No cost is known for call 'b' under Placement.first=2"):
-        table["b", Placement(2)]
+    assert ("b", Placement()) in table and ("b", Placement(data=2)) not in table
+    assert table.placements("a") == [Placement(), Placement(data=2)]
+    with pytest.raises(UsageError, match="No cost is known for call 'b' under Placement.first=0, data=2"):
+        table["b", Placement(data=2)]
+
+
+def test_a_mesh_costs_the_same_wherever_it_starts():
+    table = CostTable({("a", Placement(4, data=2)): Cost(1.0, 10, "measured")})
+    assert table["a", Placement(data=2)] == table["a", Placement(2, data=2, offload=True)]
+    newer = table.updated(CostTable({("a", Placement(data=2)): Cost(5.0, 10, "measured")}))
+    assert (newer["a", Placement(4, data=2)].seconds, table["a", Placement(data=2)].seconds) == (5.0, 1.0)
