@@ -82,6 +82,11 @@ def _train(options: TrainOptions, experiment: Experiment) -> None:
     from real_jax.runtime.prepare import load_data, load_tokenizer, model_archs
 
     meshes.prepare_devices(options.cpu_devices)
+    if cluster and cluster.devices != len(meshes.devices()):
+        raise UsageError(
+            f"--cluster {options.cluster}: {cluster.name!r} has {cluster.devices} devices, but this process "
+            f"{len(meshes.devices())}. Train on that cluster, or plan for it from here with python -m real_jax.search."
+        )
     console = Console()
     archs = model_archs(experiment)
     load_data(experiment, load_tokenizer(experiment), archs)  # so that bad data is told before the search

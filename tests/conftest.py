@@ -3,8 +3,10 @@
 import os
 import tempfile
 
+from real_jax.commandline import quiet_backends
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+quiet_backends()
 os.environ.setdefault("REAL_JAX_CACHE", tempfile.mkdtemp(prefix="real-jax-cache-"))
 
 import jax

@@ -27,7 +27,7 @@ _OPTIONS = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": 
 # By how much (natural logarithm) a number may differ between a plain loop and a model, one standard deviation; and the
 # noise of a timing.
 _PRIOR_SPREAD = 0.7
-_TIMING_NOISE = 0.1
+_TIMING_NOISE = 0.15
 _SMALL = Arch(layers=2, d_model=256, heads=8, kv_heads=4, head_dim=32, d_ff=704, vocab=512, context=512)
 _BLOCK = Arch(layers=2, d_model=2048, heads=16, kv_heads=16, head_dim=128, d_ff=5504, vocab=32000, context=2048)
 
@@ -72,24 +72,29 @@ def wanted_samples(count: int, full: bool) -> list[Wanted]:
     def piece(kind, arch, head="lm", length=length, response=0) -> Piece:
         return Piece(kind, arch, head, 1, 1, length, response, compute_bytes=4 if cpu else 2)
 
-    forward, gradient = piece("forward", arch, "scalar"), piece("gradient", larger, length=2 * length)
+    forward, wider = piece("forward", arch, "scalar"), piece("forward", larger, length=2 * length)
+    gradient = piece("gradient", larger, length=2 * length)
     generate = piece("generate", arch, length=length // 2, response=8)
     decode = piece("generate", larger, length=length, response=4)
     if count == 1:
-        return [Wanted(p, Placement(), rows) for p in (forward, forward, generate, gradient)]
+        return [Wanted(p, Placement(), rows) for p in (forward, forward, wider, generate, gradient)]
     tensor = 2 if count % 2 == 0 and count > 2 else 1
+    data = 2 if count % 4 == 0 else 1
+    split = Placement(fsdp=count // tensor, tensor=tensor)
     wanted = [
         Wanted(forward, Placement(), rows),
         Wanted(forward, Placement(data=count), rows),
+        Wanted(wider, Placement(), rows // 2),
+        Wanted(wider, Placement(data=data, fsdp=count // tensor // data, tensor=tensor), rows // 2),
         Wanted(generate, Placement(), rows),
         Wanted(gradient, Placement(fsdp=count), rows // 4),
-        Wanted(decode, Placement(fsdp=count // tensor, tensor=tensor), rows // 2),
+        Wanted(decode, split, rows // 2),
     ]
     more = [
         Wanted(gradient, Placement(), rows // 4),
         Wanted(generate, Placement(fsdp=count // tensor), rows),
         Wanted(piece("gradient", arch), Placement(data=count // tensor, tensor=tensor), rows),
-        Wanted(forward, Placement(fsdp=count), rows // 2),
+        Wanted(piece("gradient", arch), split, rows // 2),
     ]
     return wanted + more if full else wanted
 
@@ -149,9 +154,10 @@ def fit(cluster: Cluster, samples: Sequence[Sample]) -> Cluster:
 
     def misfit(logs: np.ndarray) -> float:
         changed = scaled(cluster, factors(logs))
-        off = [np.log(predict(s, changed) / s.seconds) for s in samples]
-        # Absolute values, not squares: one sample that was disturbed must not pull the others along.
-        return float(np.abs(off).sum() / _TIMING_NOISE + ((logs / _PRIOR_SPREAD) ** 2).sum() / 2)
+        off = np.abs([np.log(predict(s, changed) / s.seconds) for s in samples]) / _TIMING_NOISE
+        # Squares up to the noise, then linear (Huber): one sample that was disturbed must not pull the others along.
+        losses = np.where(off < 1, off**2 / 2, off - 0.5)
+        return float(losses.sum() + ((logs / _PRIOR_SPREAD) ** 2).sum() / 2)
 
     changed = scaled(cluster, factors(_minimize(misfit, len(names))))
     return dataclasses.replace(changed, source=f"{cluster.source}; fitted to layer programs")

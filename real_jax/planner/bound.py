@@ -1,16 +1,22 @@
 """Seconds per iteration that no plan can beat: what a search's result is held against. Pure.
 
-Three things hold of every plan, whatever its timeline (`planner.simulate`):
-  cycle   The calls on a cycle of the graph run one after another, and the next iteration's round waits for the last one.
-  area    Devices x seconds of all calls and moves fit into devices x seconds of an iteration.
-  clique  Calls of which every two share a device run one after another: those that have more than half of the devices,
-          and together with any other call those that leave too few devices for it.
+Some things hold of every plan, whatever its timeline (`planner.simulate`):
+  area     Devices x seconds of all calls and moves fit into devices x seconds of an iteration.
+  clique   Calls of which every two share a device run one after another: those that have more than half of the devices,
+           and together with any other call those that leave too few devices for it.
+  window   Where the next iteration's first call waits for the last one of this (a trained model's weights), both and all
+           that must come between them fit into an iteration: as long as the longest path through the window, its area and
+           its cliques say.
+  conflict Two calls that follow each other and share a device, the last of which the next iteration need not wait for:
+           either it ends before the next iteration's first one begins, and they span a window as well, or it comes after
+           that one, and then a longer round of calls is closed.
 An iteration is at least as long as the largest of these, and the best choice of one option per call makes that largest
-one as small as it can be. The minimum over all choices is found exactly, by branch and bound over the calls; what an
-option is followed by (a reallocation, on which devices) is left out or taken at its least, so that it bounds from below.
+one as small as it can be. The minimum over all choices is found exactly, by branch and bound over the models; what an
+option is followed by (a reallocation) is taken at its least, so that it bounds from below.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -39,15 +45,24 @@ class Option:
     area: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """Seconds per iteration that no plan can beat, and a choice for which nothing rules them out: call -> its seconds and
+    devices; empty where none was looked for."""
+
+    seconds: float
+    choice: Mapping[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
+
+
 def lower_bound(
     graph: Graph, work: Workload, cluster: Cluster, costs: CostTable, shapes: Mapping[str, Sequence[Placement]]
-) -> float:
-    """Seconds per iteration under `costs` that no plan can beat whose calls have one of `shapes`, wherever they start."""
+) -> Bound:
+    """The bound under `costs` on plans whose calls have one of `shapes`, wherever they start."""
     problem = _Problem(graph, work, cluster, costs)
     models = [[c.name for c in graph.order if c.model == m] for m in graph.models]
     options = [problem.options(calls, shapes) for calls in models]
     if cluster.shared_cores:
-        return problem.shared(options)
+        return Bound(problem.shared(options))
     return _Search(problem, models, options).run()
 
 
@@ -114,6 +129,56 @@ def _undominated(options: list[Option]) -> list[Option]:
     return kept
 
 
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """`first` and `last` run in one iteration with all of `inner` between them, which fit into an iteration.
+
+    Attributes:
+      paths: of the calls between them, sets that follow each other.
+      closed: whether the next iteration's `first` waits for `last`. Otherwise that holds where the two share a device, but
+        for the choice to run `last` later; `others` are rounds of which one is then closed.
+    """
+
+    first: str
+    last: str
+    inner: frozenset[str]
+    paths: tuple[frozenset[str], ...]
+    closed: bool
+    others: tuple[frozenset[str], ...] = ()
+
+
+@functools.lru_cache(maxsize=256)
+def windows(graph: Graph) -> tuple[Window, ...]:
+    """All windows of a graph, closed or not."""
+    paths: dict[tuple[str, str], list[frozenset[str]]] = {}
+    after = {c.name: {e.target for e in graph.edges if e.lag == 0 and e.source == c.name} for c in graph.calls}
+
+    def walk(start: str, at: str, seen: frozenset[str]) -> None:
+        paths.setdefault((start, at), []).append(seen)
+        for further in after[at]:
+            walk(start, further, seen | {further})
+
+    for call in graph.calls:
+        walk(call.name, call.name, frozenset((call.name,)))
+    late = {(e.source, e.target) for e in graph.edges if e.lag == 1}
+    found = []
+    for (first, last), ways in paths.items():
+        if first == last:
+            continue
+        between = [way - {first, last} for way in ways]
+        others = [
+            way | {first, last}
+            for source, target in late
+            if target == first
+            for again, begun in late
+            if again == last
+            for way in paths.get((begun, source), ())
+        ]
+        inner = frozenset().union(*between)
+        found.append(Window(first, last, inner, tuple(between), (last, first) in late, tuple(others)))
+    return tuple(found)
+
+
 class _Search:
     """Branch and bound over the models: the choice of one option each that makes the largest bound smallest."""
 
@@ -123,61 +188,81 @@ class _Search:
         order = sorted(range(len(models)), key=lambda i: -min(sum(o.seconds) for o in options[i]))
         self.models = [models[i] for i in order]
         self.options = [sorted(options[i], key=lambda o: sum(o.seconds) + o.moving) for i in order]
-        names = [call for calls in self.models for call in calls]
-        # A cycle's move: where a trained model has a second layout, its weights come from training before they are used.
-        self.cycles = [frozenset(c for c in cycle) for cycle in cycles(problem.graph)]
-        self.trains = {c for c in names if problem.graph.call(c).kind == "train"}
-        self.quickest = {
-            call: min(o.seconds[i] for o in known)
-            for calls, known in zip(self.models, self.options, strict=True)
-            for i, call in enumerate(calls)
-        } | problem.host
+        self.windows = windows(problem.graph)
+        self.model = {c.name: c.model for c in problem.graph.calls}
+        self.trained = {m for m in problem.graph.models if problem.graph.trains(m)}
+        self.cycles = cycles(problem.graph)
+        least = {c: (s, 0.0) for c, s in problem.host.items()}
+        for calls, known in zip(self.models, self.options, strict=True):
+            for i, call in enumerate(calls):
+                least[call] = (min(o.seconds[i] for o in known), min(o.seconds[i] * o.counts[i] for o in known))
+        self.quickest = {call: seconds for call, (seconds, _) in least.items()}
+        self.leanest = {call: area for call, (_, area) in least.items()}
         self.smallest = [min(o.area for o in known) for known in self.options]
-        self.best = float("inf")
+        self.best, self.choice = float("inf"), {}
 
-    def run(self) -> float:
+    def run(self) -> Bound:
         self._visit(0, {}, {}, {}, 0.0)
-        return self.best
+        return Bound(self.best, self.choice)
 
     def _visit(self, depth: int, seconds: dict, counts: dict, moving: dict, area: float) -> None:
-        value = self._bound(depth, seconds, counts, moving, area)
-        if value >= self.best:
-            return
         if depth == len(self.models):
-            self.best = value
+            value = self._bound(depth, seconds, counts, moving, area)
+            if value < self.best:
+                self.best, self.choice = value, {call: (seconds[call], counts[call]) for call in seconds}
             return
-        calls = self.models[depth]
-        children = []
+        calls, children = self.models[depth], []
         for o in self.options[depth]:
             more = (
                 seconds | dict(zip(calls, o.seconds, strict=True)),
                 counts | dict(zip(calls, o.counts, strict=True)),
-                moving | dict.fromkeys(calls, o.moving),
+                moving | {self.model[calls[0]]: o.moving},
                 area + o.area,
             )
-            children.append((self._bound(depth + 1, *more), more))
+            value = self._bound(depth + 1, *more)
+            if value < self.best:
+                children.append((value, more))
         for value, more in sorted(children, key=lambda child: child[0]):
             if value >= self.best:
                 return
             self._visit(depth + 1, *more)
 
     def _bound(self, depth: int, seconds: dict, counts: dict, moving: dict, area: float) -> float:
-        whole = area + sum(self.smallest[depth:])
-        value = whole / self.devices
         known = self.quickest | seconds
-        for cycle in self.cycles:
-            length = sum(known[c] for c in cycle)
-            # Weights that the cycle's own train call has changed are moved before its other call of that model.
-            for train in self.trains & cycle & moving.keys():
-                model = self.problem.graph.call(train).model
-                if any(c != train and self._model(c) == model for c in cycle):
-                    length += moving[train]
+        areas = self.leanest | {c: seconds[c] * n for c, n in counts.items()}
+        value = max(
+            (area + sum(self.smallest[depth:])) / self.devices,
+            self._crowd(known, counts, counts),
+            *(sum(known[c] for c in cycle) for cycle in self.cycles),
+        )
+        for window in self.windows:
+            apart = counts.get(window.first, 0) + counts.get(window.last, 0) <= self.devices
+            if apart and not window.closed:
+                continue
+            inside = max(
+                max((sum(known[c] for c in path) for path in window.paths), default=0.0),
+                sum(areas[c] for c in window.inner) / self.devices,
+                self._crowd(known, counts, window.inner),
+            )
+            length = known[window.first] + inside + known[window.last] + self._moved(window, moving)
+            if not window.closed:
+                later = max((sum(known[c] for c in round_) for round_ in window.others), default=0.0)
+                length = min(length, max(later, known[window.first] + known[window.last]))
             value = max(value, length)
-        for least in {n for n in counts.values() if 2 * n <= self.devices} | {self.devices // 2 + 1}:
-            crowd = [seconds[c] for c, n in counts.items() if n > self.devices - least and n >= least]
-            alone = [seconds[c] for c, n in counts.items() if least <= n <= self.devices - least]
-            value = max(value, sum(crowd) + max(alone, default=0.0))
         return value
 
-    def _model(self, call: str) -> str:
-        return self.problem.graph.call(call).model
+    def _moved(self, window: Window, moving: dict) -> float:
+        """Where a window ends with training a model and begins with its next use, its weights are moved in between."""
+        model = self.model[window.last]
+        same = window.closed and self.model[window.first] == model and model in self.trained
+        return moving.get(model, 0.0) if same else 0.0
+
+    def _crowd(self, known: dict, counts: dict, among) -> float:
+        """Seconds of those of the calls `among` of which every two share a device."""
+        sized = [(counts[c], known[c]) for c in among if c in counts]
+        value = 0.0
+        for least in {n for n, _ in sized if 2 * n <= self.devices} | {self.devices // 2 + 1}:
+            crowd = sum(s for n, s in sized if n > self.devices - least and n >= least)
+            alone = max((s for n, s in sized if least <= n <= self.devices - least), default=0.0)
+            value = max(value, crowd + alone)
+        return value

@@ -74,7 +74,9 @@ def _sum_seconds(call: Call, work: Workload, p: Placement, cluster: Cluster, rea
     link = cluster.within_node if p.tensor <= cluster.devices_per_node else cluster.between_nodes
     tokens = work.batch * work.rows * work.length / p.batch_split
     sent = 2 * (p.tensor - 1) / p.tensor * tokens * arch.d_model * work.compute_bytes
-    return arch.layers * (2 * (2 if train else 1) * _over(link, sent) + 2 * reads * link.latency_us * 1e-6)
+    # Where devices share cores, a small group among few devices meets faster than the link's latency says.
+    latency = 0.0 if cluster.shared_cores else link.latency_us * 1e-6
+    return arch.layers * (2 * (2 if train else 1) * _over(link, sent) + 2 * reads * latency)
 
 
 def least_costs(graph: Graph, work: Workload, cluster: Cluster, options: Options) -> CostTable:

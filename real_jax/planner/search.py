@@ -64,11 +64,13 @@ def search(
 ) -> SearchResult:
     """Searches placements for all calls of `graph`; the options of a call are `costs.placements(call)`.
 
-    Where the product of the options is at most `evaluations`, all plans are evaluated. Otherwise options that are
-    both slower and larger than another one with the same layout are left out, and chains share the evaluations: they start from each call's own fastest option, from each call's leanest option, from the plans in
-    `initial`, and (up to `restarts` chains) from the best plan so far, which first descends call by call. A step proposes another option for one call
-    (at times two) and accepts it if the plan gets no slower, else with probability exp(-b x relative slowdown), where b
-    grows from `beta` to 10 x `beta` over a chain. A plan over memory counts as slower by 3 x its overrun. A plan in `initial` that fits is never better than the result.
+    Where the product of the options is at most `evaluations`, all plans are evaluated. Otherwise options that are both
+    slower and larger than another one with the same layout are left out, and chains share the evaluations. They start
+    from each call's own fastest option, from each call's leanest option, from the plans in `initial`, from what the lower
+    bound would choose, and (up to `restarts` chains) from the best plan so far; each first descends call by call. A step
+    proposes another option for one call (at times two) and accepts it if the plan gets no slower, else with probability
+    exp(-b x relative slowdown), where b grows from `beta` to 10 x `beta` over a chain. A plan over memory counts as
+    slower by 3 x its overrun. A plan in `initial` that fits is never better than the result.
 
     Raises UsageError where a cost is missing, or where no plan fits the memory: what is short, and by how much.
     """
@@ -81,6 +83,7 @@ def search(
     if not exact and cluster.shared_cores == 0:
         shapes = [_undominated(call, known, costs) for call, known in zip(calls, shapes, strict=True)]
         space = [_spread(*pair, starts, graph, cluster) for pair in zip(calls, shapes, strict=True)]
+    least = bound.lower_bound(graph, work, cluster, costs, dict(zip(calls, shapes, strict=True)))
     trial = _Trial(calls, space, graph, work, cluster, costs)
     if _size(space) <= evaluations:
         for choice in itertools.product(*(range(len(options)) for options in space)):
@@ -88,17 +91,16 @@ def search(
         origin = "exhaustive search" + ("" if exact else " over undominated options")
     else:
         given = [tuple(options.index(p[c]) for c, options in zip(calls, space, strict=True)) for p in starts]
-        _chains(trial, given, random.Random(seed), evaluations, beta, restarts)
+        given.append(_relaxed(trial, least))
+        _chains(trial, given, random.Random(seed), evaluations, beta, restarts, least.seconds)
         origin = f"search, seed {seed}, {evaluations} evaluations"
     ranked = trial.ranked()
     if not ranked:
         short = memory.check(trial.plan(trial.leanest), graph, work, cluster, costs)
         raise UsageError(f"No plan for {graph.name!r} was found that fits the memory of {cluster.name!r}. {short}")
     top = [(trial.plan(choice, origin), seconds) for choice, seconds in ranked[:keep]]
-    least = (
-        top[0][1] if exact else bound.lower_bound(graph, work, cluster, costs, dict(zip(calls, shapes, strict=True)))
-    )
-    return SearchResult(top[0][0], top, len(trial.seen), exact, min(least, top[0][1]))
+    lowest = top[0][1] if exact else min(least.seconds, top[0][1])
+    return SearchResult(top[0][0], top, len(trial.seen), exact, lowest)
 
 
 def _size(space: Sequence[Sequence[Placement]]) -> int:
@@ -180,12 +182,38 @@ class _Trial:
     def ranked(self) -> list[tuple[Choice, float]]:
         return sorted(self.fitting.items(), key=lambda item: (item[1], item[0]))
 
+    def fastest(self) -> float:
+        """Seconds of the fastest plan so far that fits."""
+        return min(self.fitting.values(), default=math.inf)
+
     def best(self) -> Choice:
         return min(self.seen, key=lambda choice: (self.seen[choice], choice))
 
 
-def _chains(trial: _Trial, given: list[Choice], rng: random.Random, evaluations: int, beta: float, restarts: int):
-    """Runs the chains one after another; together they propose `evaluations` plans."""
+def _relaxed(trial: _Trial, least: bound.Bound) -> Choice:
+    """For each call the option nearest to what the lower bound would choose."""
+
+    def distance(call: str, p: Placement) -> tuple:
+        seconds, count = least.choice.get(call, (0.0, p.count))
+        return p.count != count, abs(trial.costs[call, p].seconds - seconds), p
+
+    return tuple(
+        min(range(len(options)), key=lambda i: distance(call, options[i]))
+        for call, options in zip(trial.calls, trial.space, strict=True)
+    )
+
+
+def _chains(
+    trial: _Trial,
+    given: list[Choice],
+    rng: random.Random,
+    evaluations: int,
+    beta: float,
+    restarts: int,
+    least: float,
+):
+    """Runs the chains one after another; together they propose `evaluations` plans. They end early where a plan reaches
+    `least` seconds, as nothing can be gained then."""
 
     def by(measure) -> Choice:
         return tuple(
@@ -203,11 +231,10 @@ def _chains(trial: _Trial, given: list[Choice], rng: random.Random, evaluations:
     for number, start in enumerate(starts):
         # A division of the budget that hands out every evaluation, whatever the number of chains.
         steps = (number + 1) * evaluations // len(starts) - number * evaluations // len(starts)
-        current = trial.best() if start is None else start
+        current = _descend(trial, proposals, trial.best() if start is None else start, steps // 2)
         score = trial(current)
-        if start is None:
-            current = _descend(trial, proposals, current, steps)
-            score = trial(current)
+        if trial.fastest() <= least * (1 + 1e-6):
+            return
         for step in range(steps):
             candidate = proposals.draw(current)
             new = trial(candidate)

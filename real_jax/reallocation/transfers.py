@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from real_jax.spec.arch import Weight
-from real_jax.spec.hardware import Cluster
+from real_jax.spec.hardware import Cluster, share
 from real_jax.spec.plan import MESH_AXES, Placement, partition
 
 Slices = tuple[tuple[int, int], ...]  # (start, stop) of each dimension
@@ -125,15 +125,15 @@ def transfer_seconds(transfers: Transfers, cluster: Cluster) -> float:
     if cluster.shared_cores > 0:
         return transfers.total_bytes / (min(inside.gb_per_s, cluster.chip.memory_gb_per_s / 2) * 1e9) + latency
     busiest = max(itertools.chain(transfers.bytes_received.values(), transfers.bytes_sent.values()))
-    seconds = busiest / (inside.gb_per_s * 1e9)
+    seconds = busiest / (inside.gb_per_s * 1e9 * share(inside.reach, max(busiest, 1.0)))
     if crosses:
         for volume, devices in (
             (transfers.bytes_into_node, transfers.bytes_received),
             (transfers.bytes_out_of_node, transfers.bytes_sent),
         ):
             links = collections.Counter(d // cluster.devices_per_node for d in devices)
-            share = max(b / links[n] for n, b in volume.items() if links[n])
-            seconds = max(seconds, share / (across.gb_per_s * 1e9))
+            part = max(b / links[n] for n, b in volume.items() if links[n])
+            seconds = max(seconds, part / (across.gb_per_s * 1e9 * share(across.reach, max(part, 1.0))))
     return seconds + latency
 
 
