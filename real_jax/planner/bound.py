@@ -10,6 +10,7 @@ Some things hold of every plan, whatever its timeline (`planner.simulate`):
   conflict Two calls that follow each other and share a device, the last of which the next iteration need not wait for:
            either it ends before the next iteration's first one begins, and they span a window as well, or it comes after
            that one, and then a longer round of calls is closed.
+  turns    Of all calls that share devices, every order in which they can take turns (`planner.cyclic`).
 An iteration is at least as long as the largest of these, and the best choice of one option per call makes that largest
 one as small as it can be. The minimum over all choices is found exactly, by branch and bound over the models; what an
 option is followed by (a reallocation) is taken at its least, so that it bounds from below.
@@ -20,6 +21,7 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 
+from real_jax.planner.cyclic import shortest_period
 from real_jax.planner.memory import model_shard_bytes
 from real_jax.planner.prune import cycles
 from real_jax.spec.costs import CostTable
@@ -209,6 +211,8 @@ class _Search:
         if depth == len(self.models):
             value = self._bound(depth, seconds, counts, moving, area)
             if value < self.best:
+                value = max(value, self._period(seconds, counts, moving))
+            if value < self.best:
                 self.best, self.choice = value, {call: (seconds[call], counts[call]) for call in seconds}
             return
         calls, children = self.models[depth], []
@@ -251,6 +255,20 @@ class _Search:
             value = max(value, length)
         return value
 
+    def _period(self, seconds: dict, counts: dict, moving: dict) -> float:
+        """What the order in which calls that share a device take turns allows; `best` where that is no less."""
+        together = [p for p in itertools.combinations(counts, 2) if counts[p[0]] + counts[p[1]] > self.devices]
+        delays = {}
+        for calls in self.models:
+            model = self.model[calls[0]]
+            trains = [c for c in calls if self.problem.graph.call(c).kind == "train"]
+            if len(trains) == 1 and len(calls) == 2:
+                (other,) = (c for c in calls if c != trains[0])
+                delays[trains[0], other] = moving[model]
+        known = self.quickest | seconds
+        one_after_another = 1.01 * (sum(known.values()) + sum(delays.values()))
+        return shortest_period(self.problem.graph, known, together, delays, min(self.best, one_after_another))
+
     def _moved(self, window: Window, moving: dict) -> float:
         """Where a window ends with training a model and begins with its next use, its weights are moved in between."""
         model = self.model[window.last]
@@ -265,4 +283,9 @@ class _Search:
             crowd = sum(s for n, s in sized if n > self.devices - least and n >= least)
             alone = max((s for n, s in sized if least <= n <= self.devices - least), default=0.0)
             value = max(value, crowd + alone)
+        # Of any m + 1 calls that each have more than a part m + 1 of the devices, two share one.
+        for m in range(2, len(sized)):
+            wide = sorted((s for n, s in sized if n * (m + 1) > self.devices), reverse=True)
+            if len(wide) > m:
+                value = max(value, wide[m - 1] + wide[m])
         return value
