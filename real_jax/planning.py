@@ -167,7 +167,19 @@ class _Searcher:
         except UsageError:  # none of the first few fits the memory: nothing can be ruled out
             return self.costs(stage, options)
         promising = prune.promising(*about, options, known)
-        return self.costs(stage, {c: sorted({*found, *guess[c]}) for c, found in promising.items()})
+        wanted = {c: {*found, *guess[c]} for c, found in promising.items()}
+        return self.costs(stage, self._with_the_same_programs(stage, options, wanted))
+
+    def _with_the_same_programs(self, stage, options: Mapping, wanted: Mapping) -> dict[str, list[Placement]]:
+        """`wanted`, and those of `options` that need no other programs: heuristics have use for them, and they cost nothing."""
+        from real_jax.cost.table import pieces
+
+        calls = [c for c in stage.graph.calls if c.kind != "host"]
+        made = {piece for c in calls for p in wanted[c.name] for piece in pieces(c, stage.work, p).values()}
+        free = {
+            c.name: [p for p in options[c.name] if made.issuperset(pieces(c, stage.work, p).values())] for c in calls
+        }
+        return {c: sorted({*found, *free.get(c, ())}) for c, found in wanted.items()}
 
     def footprints(self, stage, plan: ExecutionPlan, costs: CostTable) -> CostTable:
         """Costs of the calls of `plan`, with the bytes that the calls themselves need when they are compiled."""

@@ -151,13 +151,23 @@ def compile_piece(piece: Piece, target: Target) -> Compiled:
     rows, among = marker_rows(piece), targets.devices(target)
     function, inputs = program(piece, piece.placement, rows, among, target.attention)
     on_cpu = among[0].platform == "cpu"
-    compiled = function.lower(*inputs).compile(compiler_options=_CPU_OPTIONS if on_cpu else {})
+    compiled = _compile(function.lower(*inputs), on_cpu)
     return Compiled(
         summary=hlo.summarize(compiled.as_text(), rows, scalars=not on_cpu),
         rows=rows,
         temp_bytes=int(compiled.memory_analysis().temp_size_in_bytes),
         fixed_bytes=_fixed_bytes(piece),
     )
+
+
+def _compile(lowered: jax.stages.Lowered, on_cpu: bool) -> jax.stages.Compiled:
+    if on_cpu:
+        return lowered.compile(compiler_options=_CPU_OPTIONS)
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError:
+        # Where nothing can be timed the GPU compiler takes a tile by rule, and may find that it fits no odd size.
+        return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
 
 
 def _model_maker(piece: Piece, placement: Placement, mesh, attention: str) -> Callable[[Any], Transformer]:

@@ -34,12 +34,14 @@ def compile_all(
         try:
             for done, future in enumerate(as_completed(running), 1):
                 piece = running[future]
+                what = f"{piece.kind} over {piece.placement.describe()}"
                 if is_refusal(error := future.exception()):
                     refused = refused or error
+                    what += ", refused by the compiler"
                 else:
                     found[piece] = future.result()
                     store.record_compiled(piece.key(target), found[piece])
-                progress(done, len(missing), f"{piece.kind} over {piece.placement.describe()}")
+                progress(done, len(missing), what)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

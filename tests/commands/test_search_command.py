@@ -7,9 +7,10 @@ import pytest
 
 import real_jax as real
 from real_jax import planning, search
+from real_jax.cost import targets
 from real_jax.runtime.metrics import TIMINGS
 from real_jax.spec.experiment import DataConfig, GenerationConfig, PPOConfig
-from real_jax.spec.files import load_plan
+from real_jax.spec.files import load_cluster, load_plan, save_cluster
 
 EXPERIMENT = real.Experiment(
     steps=2,
@@ -91,11 +92,15 @@ def test_named_heuristics_make_plans(found):
 
 def test_the_command_plans_for_another_cluster_and_names_its_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    arguments = ["--cluster", str(CONFIGS / "h100-1x8.yaml"), "--out", "plan.yaml"]
+    monkeypatch.setattr(targets, "_installed", lambda module: False)  # the CPU's partitioner is the quickest compiler
+    pair = dataclasses.replace(load_cluster(CONFIGS / "h100-1x8.yaml"), name="h100-1x2", devices_per_node=2)
+    save_cluster(pair, "pair.yaml")
+    arguments = ["--cluster", "pair.yaml", "--out", "plan.yaml"]
     small = ["--batch", "16", "--sft.steps", "0", "--preference.steps", "0"]
     assert search.main([*arguments, *small]) == 0
     shown = capsys.readouterr().out
     assert "plan.yaml, plan.png" in shown and "h100" in shown and "actor_train" in shown
+    assert "virtual devices, in place of the cluster's own" in " ".join(shown.split())
     assert "tokens/s" in shown and "device time" in shown and "heuristic:megatron" in shown
     assert "above the optimum" in shown or "proven optimal" in shown
     plan = load_plan("plan.yaml")
