@@ -16,6 +16,7 @@ from real_jax.spec.hardware import Chip, Cluster, Link
 from real_jax.spec.plan import ExecutionPlan, Placement, validate
 
 AUTO, HEURISTIC = "auto", "heuristic:"
+_VERSION = 1  # of what a search does; raise it where the planner finds other plans
 _CORRECTIONS = 4  # searches at most, until a plan fits by its compiled calls
 
 
@@ -387,7 +388,7 @@ def _search_key(searcher: _Searcher, options: SearchOptions) -> str:
     from real_jax.spec.files import to_data
 
     stages = [[s.name, to_data(s.graph), to_data(s.work)] for s in searcher.stages]
-    content = [stages, to_data(searcher.cluster), to_data(options), searcher.target.key, FORMAT]
+    content = [stages, to_data(searcher.cluster), to_data(options), searcher.target.key, FORMAT, _VERSION]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 

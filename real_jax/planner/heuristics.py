@@ -126,16 +126,16 @@ def _uniform(s: Setting, calls: list[str], count: int, first: int = 0) -> Iterat
 
 
 def _growing(s: Setting, options: dict[str, list[list[Placement]]], parts: Callable[[Placement], int]):
-    """For each call the first of its layouts that splits the weights into enough `parts`: ever more for train calls, and for
-    the others ever more up to that."""
+    """For each call the first of its layouts that splits the weights into enough `parts`: ever more of them, first for train
+    calls, then for inference up to as many, and last for generation, where gathering weights costs most."""
     if not all(options.values()):
         return
     levels = sorted({parts(o[0]) for known in options.values() for o in known})
-    for train, other in itertools.product(levels, levels):
-        if other > train:
+    for generate, inference, train in itertools.product(levels, repeat=3):
+        if not generate <= inference <= train:
             continue
-        wanted = {c: train if s.kind(c) == "train" else other for c in options}
-        chosen = {c: next((o for o in known if parts(o[0]) >= wanted[c]), None) for c, known in options.items()}
+        wanted = {"generate": generate, "inference": inference, "train": train}
+        chosen = {c: next((o for o in known if parts(o[0]) >= wanted[s.kind(c)]), None) for c, known in options.items()}
         if all(chosen.values()):
             yield chosen
 
