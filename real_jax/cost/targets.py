@@ -19,7 +19,7 @@ from real_jax.spec.hardware import Chip, Cluster
 Kind = Literal["here", "cuda", "tpu", "partitioner"]
 
 GIB = 2**30
-GPU_EXTRA, TPU_EXTRA = 'pip install "real_jax[plan-gpu]"', 'pip install "real_jax[plan-tpu]"'
+GPU_EXTRA, TPU_EXTRA = 'pip install -e ".[plan-gpu]"', 'pip install -e ".[plan-tpu]"'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,7 +80,7 @@ def test_a_chip_as_the_compiler_is_told_of_it():
 CUDA = importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13")
 
 
-@pytest.mark.skipif(not CUDA, reason='needs the CUDA compiler: pip install "real_jax[plan-gpu]"')
+@pytest.mark.skipif(not CUDA, reason='needs the CUDA compiler: pip install -e ".[plan-gpu]"')
 def test_a_layer_program_compiled_for_gpus_that_are_not_there(tmp_path):
     """Float32, so that no cuDNN is needed: the matrix operations are those counted by hand, over two nodes."""
     target = dataclasses.replace(targets.choose(GPUS, here=False), attention="xla")
