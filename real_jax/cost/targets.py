@@ -164,7 +164,7 @@ def devices(target: Target) -> tuple:
             )
         else:
             described = topologies.get_topology_desc(target.topology, platform="tpu")
-    except jax.errors.JaxRuntimeError as error:
+    except RuntimeError as error:  # the plugin is missing, or does not know the topology
         raise RunError(f"The compiler for {target.chip.name} could not be started: {error}") from error
     if len(described.devices) != target.devices:
         raise UsageError(
