@@ -146,7 +146,6 @@ def prepare_process(target: Target) -> None:
 @functools.cache
 def devices(target: Target) -> tuple:
     """The devices, real or described, that programs for `target` are compiled for."""
-    import jax
     from jax.experimental import topologies
 
     from real_jax.runtime import meshes
