@@ -21,6 +21,11 @@ DEFAULT_CONFIG = "ppo-reviews"
 _ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg", "/dev/accel*", "/dev/vfio/[0-9]*")
 
 
+def accelerators() -> int:
+    """How many GPUs or TPUs this machine seems to have, without starting a library."""
+    return len({path for pattern in _ACCELERATORS for path in glob.glob(pattern)})
+
+
 def check_writable(path: Path, option: str) -> None:
     """UsageError where a file cannot be written at `path`, found out before anything slow is done."""
     folder = next(p for p in (path.absolute().parent, *path.absolute().parents) if p.exists())
@@ -30,7 +35,7 @@ def check_writable(path: Path, option: str) -> None:
 
 def quiet_backends() -> None:
     """Keeps libraries' own log lines off the console; has an effect only before they are imported."""
-    if not any(glob.glob(pattern) for pattern in _ACCELERATORS):
+    if not accelerators():
         # Compilers for GPUs and TPUs may be installed where there are none; jax need not try to start them.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")

@@ -421,14 +421,17 @@ def given_plan(
     layered: bool = False,
     listener: Listener = SILENT,
 ) -> FoundPlan:
-    """A plan that the user wrote, checked against the experiment and the cluster, with its predicted costs; from runs
-    with few layers where `layered` is set and the cluster is the machine at hand."""
+    """A plan that the user wrote, checked against the experiment and the cluster, with its predicted costs; and where
+    `layered` is set and the cluster is the machine at hand, seconds from runs with few layers and bytes from the
+    compiled calls."""
     searcher = _Searcher(experiment, cluster, listener)
     _check(searcher, plan)
     plan = dataclasses.replace(plan, cluster=searcher.cluster.name)
     if layered and searcher.local:
         for stage in searcher.stages:
-            _time_layers(searcher, stage, [plan])
+            costs = _time_layers(searcher, stage, [plan])
+            mine = {c.name: plan[c.name] for c in stage.graph.calls if c.kind != "host"}
+            searcher.footprints(stage, ExecutionPlan(plan.cluster, mine), costs)
     return _described(searcher, plan)
 
 

@@ -1,12 +1,16 @@
 """`python -m real_jax.train`: plan, train, report."""
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from real_jax import commandline
-from real_jax.spec.errors import UsageError
+from real_jax.spec.errors import Stopped, UsageError
 from real_jax.spec.experiment import Experiment
+from real_jax.spec.hardware import Cluster
+from real_jax.spec.plan import ExecutionPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +26,7 @@ class TrainOptions:
       timed: plans that "auto" times on this machine beside as many heuristics.
       layered: of the best plans, how many "auto" first predicts from runs of their calls with few layers.
       fresh: search for a plan again even where the same search was done before.
-      cpu_devices: virtual devices on a machine without accelerators.
+      cpu_devices: virtual devices of each process on a machine without accelerators.
     """
 
     config: str = commandline.DEFAULT_CONFIG
@@ -52,69 +56,95 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(options: TrainOptions, experiment: Experiment) -> None:
-    from real_jax.runtime.run_directory import (
-        CONFIG,
-        PLAN,
-        check_run_directory,
-        existing_run_directory,
-        new_run_directory,
-    )
-    from real_jax.spec.files import load_cluster, load_plan, save_cluster
-    from real_jax.spec.files import load_experiment as load
+    from real_jax.spec.files import load_cluster, load_plan
 
     if options.cpu_devices < 1:
         raise UsageError(f"--cpu-devices is {options.cpu_devices}. It must be at least 1.")
     cluster = load_cluster(options.cluster) if options.cluster else None
-    wanted = options.plan
-    if options.resume:
-        run_dir = existing_run_directory(experiment.name, options.run_dir)
-        _check_same(load(str(run_dir / CONFIG)), experiment, run_dir)
-        if wanted == "auto":
-            wanted = str(run_dir / PLAN)
-    else:
-        check_run_directory(options.run_dir)
-    if wanted != "auto" and not wanted.startswith("heuristic:"):
-        load_plan(wanted)  # its errors come before anything slow
+    if options.plan != "auto" and not options.plan.startswith("heuristic:"):
+        load_plan(options.plan)  # its errors come before anything slow
     commandline.quiet_backends()
+    from real_jax.runtime import distributed, joining, meshes
+
+    joining.join(joining.membership(os.environ), options.cpu_devices)
+    meshes.prepare_devices(options.cpu_devices)
+    told: list[_Prepared] = []
+
+    def prepare() -> tuple[Path, ExecutionPlan]:
+        told.append(_prepare(options, experiment, cluster))
+        return told[0].run_dir, told[0].found.plan
+
+    run_dir, plan = distributed.once(prepare)
+    _run(told[0] if told else None, experiment, plan, run_dir, options.resume)
+
+
+@dataclasses.dataclass
+class _Prepared:
+    """What the first process has found before the run starts."""
+
+    console: Any
+    run_dir: Path
+    found: Any
+
+
+def _prepare(options: TrainOptions, experiment: Experiment, cluster: Cluster | None) -> _Prepared:
+    """Data, run directory and plan, all checked and shown."""
     from rich.console import Console
 
     from real_jax.runtime import meshes
     from real_jax.runtime.prepare import load_data, load_tokenizer, model_archs
+    from real_jax.runtime.run_directory import (
+        CONFIG,
+        PLAN,
+        STOPPED,
+        check_run_directory,
+        existing_run_directory,
+        new_run_directory,
+    )
+    from real_jax.spec.files import load_experiment, save_cluster, save_experiment, save_plan
 
-    meshes.prepare_devices(options.cpu_devices)
+    console, wanted = Console(), options.plan
+    if options.resume:
+        run_dir = existing_run_directory(experiment.name, options.run_dir)
+        _check_same(load_experiment(str(run_dir / CONFIG)), experiment, run_dir)
+        if wanted == "auto":
+            wanted = str(run_dir / PLAN)
+        (run_dir / STOPPED).unlink(missing_ok=True)
+    else:
+        check_run_directory(options.run_dir)
     if cluster and cluster.devices != len(meshes.devices()):
         raise UsageError(
-            f"--cluster {options.cluster}: {cluster.name!r} has {cluster.devices} devices, but this process "
+            f"--cluster {options.cluster}: {cluster.name!r} has {cluster.devices} devices, but this job "
             f"{len(meshes.devices())}. Train on that cluster, or plan for it from here with python -m real_jax.search."
         )
-    console = Console()
     archs = model_archs(experiment)
     load_data(experiment, load_tokenizer(experiment), archs)  # so that bad data is told before the search
     _say_models(console, experiment, archs)
-
-    from real_jax.planning import find_plan
-    from real_jax.runtime.progress import PlanningProgress
-
-    listener = PlanningProgress(console)
-    try:
-        found = find_plan(
-            wanted,
-            experiment,
-            cluster,
-            timed=options.timed,
-            layered=options.layered,
-            seed=experiment.seed,
-            fresh=options.fresh,
-            listener=listener,
-        )
-    finally:
-        listener.close()
+    found = _find(console, wanted, options, experiment, cluster)
     if not options.resume:
         run_dir = new_run_directory(experiment.name, options.run_dir)
+        save_experiment(experiment, run_dir / CONFIG)  # from here on the run can be resumed
+        save_plan(found.plan, run_dir / PLAN)
     _say_plan(console, found)
     save_cluster(found.cluster, run_dir / "cluster.yaml")
     found.figure(path=run_dir / "timeline-predicted.png")
-    _run(console, experiment, found, run_dir, options.resume)
+    return _Prepared(console, run_dir, found)
+
+
+def _find(console, wanted: str, options: TrainOptions, experiment: Experiment, cluster: Cluster | None):
+    from real_jax.apart import find_plan_apart
+    from real_jax.planning import find_plan
+    from real_jax.runtime import distributed, meshes
+    from real_jax.runtime.progress import PlanningProgress
+
+    more = {"timed": options.timed, "layered": options.layered, "seed": experiment.seed, "fresh": options.fresh}
+    if distributed.processes() > 1:
+        return find_plan_apart(wanted, experiment, cluster, meshes.platform(), len(meshes.devices()), **more)
+    listener = PlanningProgress(console)
+    try:
+        return find_plan(wanted, experiment, cluster, listener=listener, **more)
+    finally:
+        listener.close()
 
 
 def _check_same(kept: Experiment, asked: Experiment, run_dir: Path) -> None:
@@ -162,24 +192,41 @@ def _say_plan(console, found) -> None:
         console.print(table)
 
 
-def _run(console, experiment: Experiment, found, run_dir: Path, resume: bool) -> None:
+def _run(told: _Prepared | None, experiment: Experiment, plan: ExecutionPlan, run_dir: Path, resume: bool) -> None:
+    """Trains, in all processes; the first one, which was told more, shows how it goes and what came out."""
+    from real_jax.runtime import signals
+    from real_jax.runtime.progress import ConsoleListener
+    from real_jax.runtime.run_directory import STOPPED
+    from real_jax.runtime.trainer import Trainer
+
+    listener = ConsoleListener(told.console) if told else None
+    more = {"programs": told.found.programs if told else None, "listener": listener}
+    with signals.listening() as stop:
+        trainer = Trainer(experiment, plan, run_dir=run_dir, resume=resume, stop=stop.agreed, **more)
+        try:
+            trainer.fit()
+            trainer.export(run_dir / "actor")
+        except Stopped as stopped:
+            if not told:
+                raise SystemExit(1) from None  # the first process tells it
+            (run_dir / STOPPED).write_text(f"{stopped} {stop.why()}\n")
+            again = f"Go on with --resume --run-dir {run_dir}."
+            raise Stopped(f"{stopped} {stop.why()} Its state is in {run_dir / 'checkpoints'}. {again}") from None
+        finally:
+            if listener:
+                listener.close()
+            trainer.close()
+    if told:
+        _report(told, experiment, trainer)
+
+
+def _report(told: _Prepared, experiment: Experiment, trainer) -> None:
     from real_jax.cost.store import Store
     from real_jax.planner.report import compare_table, gantt
     from real_jax.planning import record_measurements
     from real_jax.runtime.metrics import median_seconds
-    from real_jax.runtime.progress import ConsoleListener
-    from real_jax.runtime.trainer import Trainer
 
-    listener = ConsoleListener(console)
-    trainer = Trainer(
-        experiment, found.plan, run_dir=run_dir, resume=resume, programs=found.programs, listener=listener
-    )
-    try:
-        trainer.fit()
-        trainer.export(run_dir / "actor")
-    finally:
-        listener.close()
-        trainer.close()
+    console, run_dir, found = told.console, told.run_dir, told.found
     rows, store = [], Store()
     for stage in found.stages:
         measured, predicted = median_seconds(trainer.metrics, stage.name), found.predicted(stage.name)

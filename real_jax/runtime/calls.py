@@ -13,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 from real_jax.algorithms.algorithm import Batch, Forward, TrainFunctions
 from real_jax.models.heads import next_token_log_probs
 from real_jax.models.transformer import Params, Transformer, abstract_params, cast
+from real_jax.reallocation.exchange import in_turn
 from real_jax.rollout.generate import generate
-from real_jax.runtime import shardings
+from real_jax.runtime import meshes, shardings
 from real_jax.spec.arch import Arch, Head, weights
 from real_jax.spec.dataflow import Call
 from real_jax.spec.experiment import GenerationConfig
@@ -44,7 +45,8 @@ class Program:
 
     Attributes:
       executable: generate, inference: (params, batch) -> written. train: (params, optimizer state, batch) ->
-        (params, optimizer state, written, metrics), the first two donated.
+        (params, optimizer state, written, metrics), the first two donated. In a process that has none of the mesh's
+        devices it computes nothing and gives arrays without data.
       weights: shardings of the parameters it takes.
       stored_type: type of the parameters it takes: float32 for a train call, else the compute type.
       batch: key -> sharding of each key it reads.
@@ -75,11 +77,21 @@ class Program:
 
     def initial_optimizer_state(self, params: Params):
         """The optimizer state of a train call before its first step, laid out as the call takes it."""
-        return jax.jit(self.optimizer.init, out_shardings=self.optimizer_state_shardings)(params)
+        if not self.here:
+            _, state = self.abstract_state()
+            return jax.tree.map(lambda s: meshes.elsewhere(s, s.sharding), state)
+        return in_turn(jax.jit(self.optimizer.init, out_shardings=self.optimizer_state_shardings)(params))
+
+    @property
+    def here(self) -> bool:
+        """Whether this process takes part."""
+        return meshes.here(self.mesh)
 
     @property
     def work_bytes(self) -> int:
-        """Temporary bytes on each device, as the compiler planned them."""
+        """Temporary bytes on each device, as the compiler planned them; zero where this process takes no part."""
+        if not self.here:
+            return 0
         return int(self.executable.memory_analysis().temp_size_in_bytes)
 
 
@@ -242,9 +254,13 @@ def compile_lowered(lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compi
 
 @dataclasses.dataclass(frozen=True)
 class LoweredCall:
-    """A call that is traced and ready to compile. `written` are shapes and types of the keys that it writes."""
+    """A call that is traced and ready to compile. `written` are shapes and types of the keys that it writes.
 
-    lowered: jax.stages.Lowered
+    `lowered` is None where none of the devices belong to this process; `results` is then called in its place.
+    """
+
+    lowered: jax.stages.Lowered | None
+    results: Callable
     fields: dict[str, Any]
     seconds: float
 
@@ -255,7 +271,7 @@ class LoweredCall:
     def compile(self) -> Program:
         """May run in any thread: whatever of jax's configuration holds for one thread has had its effect in tracing."""
         start = time.perf_counter()
-        executable = compile_lowered(self.lowered, self.fields["mesh"])
+        executable = compile_lowered(self.lowered, self.fields["mesh"]) if self.lowered else self.results
         return Program(executable=executable, compile_seconds=self.seconds + time.perf_counter() - start, **self.fields)
 
 
@@ -305,7 +321,13 @@ def lower_call(
         return function(*args)
 
     named_function.__name__ = named_function.__qualname__ = call.name
-    lowered = jax.jit(named_function, donate_argnums=donated, out_shardings=out).lower(*inputs)
+
+    def results(*_):
+        return jax.tree.map(meshes.elsewhere, shapes, out)
+
+    lowered = None
+    if meshes.here(mesh):
+        lowered = jax.jit(named_function, donate_argnums=donated, out_shardings=out).lower(*inputs)
     fields = {
         "call": call,
         "placement": placement,
@@ -318,4 +340,4 @@ def lower_call(
         "optimizer": optimizer,
         "optimizer_state_shardings": state_shardings,
     }
-    return LoweredCall(lowered, fields, time.perf_counter() - start)
+    return LoweredCall(lowered, results, fields, time.perf_counter() - start)

@@ -40,7 +40,7 @@ class Checkpoints:
             items[model] = ocp.args.StandardSave(_settled(home.params))
             items[f"{model}_optimizer"] = ocp.args.StandardSave(_settled(home.optimizer_state))
         if engine.carried:
-            items["carried"] = ocp.args.StandardSave(_settled(dict(engine.carried)))
+            items["carried"] = ocp.args.StandardSave(engine.fetch(dict(engine.carried)))
         trees = [item.item for name, item in items.items() if name != "meta"]
         needed = sum(x.nbytes for x in jax.tree.leaves(trees))
         self.wait()
@@ -68,7 +68,8 @@ class Checkpoints:
             items[model] = ocp.args.StandardRestore(params)
             items[f"{model}_optimizer"] = ocp.args.StandardRestore(state)
         if engine.carried:
-            items["carried"] = ocp.args.StandardRestore(jax.tree.map(np.asarray, dict(engine.carried)))
+            carried = engine.fetch(dict(engine.carried))
+            items["carried"] = ocp.args.StandardRestore(jax.tree.map(np.asarray, carried))
         found = self._manager.restore(step, args=ocp.args.Composite(**items))
         for model in engine.store.trained:
             engine.store.put(model, found[model], found[f"{model}_optimizer"], version=step)
@@ -107,4 +108,4 @@ class Checkpoints:
 
 def _settled(tree):
     """Copies of the arrays: Orbax may read them after `save` returned, and by then the next train call has donated them."""
-    return jax.tree.map(lambda x: jax.numpy.copy(x) if isinstance(x, jax.Array) else np.asarray(x), tree)
+    return jax.tree.map(lambda x: jax.numpy.copy(x) if x.addressable_shards else x, tree)

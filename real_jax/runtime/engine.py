@@ -8,6 +8,10 @@ One iteration:
   3. Train calls donate weights and optimizer state; their models' views are stale from then on and are dropped.
   4. Threads note when each result is ready; nothing else waits for the devices, and the next iteration is dispatched
      before this one has ended.
+
+In several processes each walks the same graph in the same order, as programs that talk to each other must be dispatched
+in one order everywhere. A process leaves out the calls that none of its devices has a part in; host calls run in
+process 0, and at the end of an iteration all tell each other what they have seen of it.
 """
 
 import dataclasses
@@ -18,8 +22,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
+from real_jax.reallocation.exchange import in_turn
+from real_jax.runtime import distributed, meshes
 from real_jax.runtime.calls import Program
+from real_jax.runtime.hosts import on_every_host, on_main
 from real_jax.runtime.weights import WeightStore
 from real_jax.spec.dataflow import Call, Graph
 from real_jax.spec.timeline import Event
@@ -29,7 +37,7 @@ HostFunction = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
 
 @dataclasses.dataclass
 class Result:
-    """What an iteration leaves: batch keys that nobody drops, metrics by call, and the timeline.
+    """What an iteration leaves: batch keys that nobody drops, metrics by call, and the timeline; the same in every process.
 
     `seconds` run from the end of the iteration before (or the start, where that came later) to its own end.
     """
@@ -49,6 +57,7 @@ class _Pending:
     dispatched: float
     after: tuple[str, ...]
     done: Future
+    here: bool = True
 
 
 @dataclasses.dataclass
@@ -135,17 +144,47 @@ class Engine:
         return started
 
     def _finish(self, started: "_Started") -> Result:
-        events, ends = _events(started, self._ends, self._free)
-        seconds = max(ends.values()) - max(started.start, *self._ends.values(), 0.0)
+        batch = self.fetch(started.batch)
+        metrics, spans = self._seen_by_all(started)
+        events, ends = _events(started, spans, self._ends, self._free)
+        seconds = max(ends.values()) - max(spans[None][0], *self._ends.values(), 0.0)
         self._ends = ends
         for p in started.pending:
             self._free |= {d: max(self._free.get(d, 0.0), ends[p.name]) for d in p.devices}
-        return Result(started.iteration, started.batch, jax.device_get(started.metrics), events, max(seconds, 1e-9))
+        return Result(started.iteration, batch, metrics, events, max(seconds, 1e-9))
+
+    def _seen_by_all(self, started: "_Started") -> tuple[dict, dict]:
+        """Metrics by call, and when each thing was dispatched and ended by the clock (under None: the iteration, and
+        nothing), put together from what each process has seen."""
+        spans = {p.name: (p.dispatched, p.done.result()) for p in started.pending if p.here}
+        spans[None] = (started.start, 0.0)
+        told = [c for c in started.metrics if meshes.first_process(self.programs[c].mesh) == jax.process_index()]
+        metrics = jax.device_get({call: started.metrics[call] for call in told})
+        if distributed.processes() == 1:
+            return metrics, spans
+        # Each process has a clock of its own; that of the wall is common to them.
+        shift = time.time() - time.perf_counter()
+        seen = distributed.gather((metrics, {k: (a + shift, b + shift) for k, (a, b) in spans.items()}))
+        merged: tuple[dict, dict] | None = None
+        if seen is not None:
+            merged = {}, {}
+            for metrics, spans in seen:
+                merged[0].update(metrics)
+                for name, (began, ended) in spans.items():
+                    first, last = merged[1].get(name, (began, ended))
+                    merged[1][name] = max(first, began), max(last, ended)
+        metrics, spans = distributed.broadcast(merged)
+        return metrics, {k: (a - shift, b - shift) for k, (a, b) in spans.items()}
 
     def run_call(self, name: str, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Runs a single generate, inference or host call outside an iteration; used for evaluation."""
+        """Runs a single generate, inference or host call outside an iteration, and brings what it writes to every host;
+        used for evaluation."""
         written, _ = self._dispatch(self.graph.call(name), dict(batch), [])
-        return written
+        return self.fetch(written)
+
+    def fetch(self, tree: Any) -> Any:
+        """`tree` with its arrays in host memory, in every process."""
+        return on_every_host(tree, self.store.mover)
 
     def _next(self, waiting: list[Call], batch: Mapping[str, Any]) -> Call:
         """The first call in order that can be dispatched without waiting for a device; else the first whose producers
@@ -153,6 +192,8 @@ class Engine:
         names = {c.name for c in waiting}
         blocked = {e.target for e in self.graph.edges if e.lag == 0 and e.source in names}
         ready = [c for c in waiting if c.name not in blocked]
+        if distributed.processes() > 1:
+            return ready[0]
         while True:
             for call in ready:
                 if all(x.is_ready() for x in self._crossing(call, batch)):
@@ -183,10 +224,12 @@ class Engine:
             moved = self.store.make_view(call.name)
             home = self.programs[self.store.home_call[call.model]].placement
             touched = tuple(sorted(set(devices) | set(home.devices)))
-            pending.append(self._watch(f"{call.model} to {call.name}", "reallocation", touched, began, (), moved))
+            here = program.here or self.programs[self.store.home_call[call.model]].here
+            name = f"{call.model} to {call.name}"
+            pending.append(self._watch(name, "reallocation", touched, began, (), moved, here))
         params = self.store.params_for(call.name)
         with jax.profiler.TraceAnnotation(call.name):
-            own = {key: jax.device_put(batch[key], program.batch[key]) for key in call.reads}
+            own = self._bring({key: batch[key] for key in call.reads}, program)
             began = time.perf_counter()
             if call.kind == "train":
                 home = self.store.home(call.model)
@@ -197,46 +240,66 @@ class Engine:
                 written, metrics = program.executable(params, own), None
                 self.store.release(call.name)
         after = tuple(e.source for e in self.graph.edges if e.target == call.name and e.lag == 0)
-        pending.append(self._watch(call.name, call.kind, devices, began, after, (written, metrics)))
+        results = in_turn((written, metrics))
+        pending.append(self._watch(call.name, call.kind, devices, began, after, results, program.here))
         return written, metrics
 
+    def _bring(self, batch: dict[str, Any], program: Program) -> dict[str, Any]:
+        """Batch keys on the devices of the program, laid out as it takes them."""
+        leaves, structure = jax.tree.flatten(batch)
+        wanted = jax.tree.leaves({key: program.batch[key] for key in batch})
+        brought = list(leaves)
+        crossing: dict[Any, dict[str, int]] = {}
+        for i, (x, sharding) in enumerate(zip(leaves, wanted, strict=True)):
+            if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
+                brought[i] = meshes.place(np.asarray(x), sharding)
+            elif x.sharding.device_set != sharding.device_set:
+                crossing.setdefault(x.dtype, {})[str(i)] = i
+            elif program.here:
+                brought[i] = in_turn(jax.device_put(x, sharding))
+        for dtype, group in crossing.items():
+            sources, targets = ({name: of[i] for name, i in group.items()} for of in (leaves, wanted))
+            for name, x in self.store.mover.move(sources, targets, dtype).items():
+                brought[group[name]] = x
+        return jax.tree.unflatten(structure, brought)
+
     def _run_host(self, call: Call, batch: dict, pending: list[_Pending]) -> dict:
-        read = jax.device_get({key: batch[key] for key in call.reads})
+        read = on_main({key: batch[key] for key in call.reads}, self.store.mover)
         began = time.perf_counter()
-        written = self.host[call.name](read)
+        written = distributed.once(lambda: self.host[call.name](read))
         if set(written) != set(call.writes):
             raise ValueError(f"host call {call.name} wrote {sorted(written)}, not {sorted(call.writes)}")
         done: Future = Future()
         done.set_result(time.perf_counter())
         after = tuple(e.source for e in self.graph.edges if e.target == call.name and e.lag == 0)
-        pending.append(_Pending(call.name, "host", (), began, after, done))
+        pending.append(_Pending(call.name, "host", (), began, after, done, distributed.is_main()))
         return written
 
-    def _watch(self, name: str, kind: str, devices: tuple[int, ...], began: float, after, arrays) -> _Pending:
+    def _watch(self, name, kind, devices: tuple[int, ...], began: float, after, arrays, here: bool) -> _Pending:
         leaves = jax.tree.leaves(arrays)
 
         def wait() -> float:
             jax.block_until_ready(leaves)
             return time.perf_counter()
 
-        return _Pending(name, kind, devices, began, after, self._pool.submit(wait))
+        return _Pending(name, kind, devices, began, after, self._pool.submit(wait), here)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
 
 
 def _events(
-    started: _Started, before: Mapping[str, float], free: Mapping[int, float]
+    started: _Started, spans: Mapping, before: Mapping[str, float], free: Mapping[int, float]
 ) -> tuple[list[Event], dict[str, float]]:
     """The timeline, and when each thing ended: something begins when it is dispatched, what it waits for has ended and
-    its devices are free. `before` and `free` say the same of the iteration before, on the clock."""
+    its devices are free. `spans` tell when each was dispatched and ended; `before` and `free` say the same of the iteration before, on the clock."""
     events: list[Event] = []
     ends: dict[str, float] = {}
     free = dict(free)
     for p in started.pending:
-        end = p.done.result()
+        dispatched, end = spans[p.name]
         waits = [ends.get(name, before.get(name, 0.0)) for name in p.after]
-        begin = min(end, max([p.dispatched, *waits, *(free.get(d, 0.0) for d in p.devices)]))
+        begin = min(end, max([dispatched, *waits, *(free.get(d, 0.0) for d in p.devices)]))
         events.append(Event(p.name, p.kind, started.iteration, p.devices, begin, end))
         ends[p.name] = end
         free |= {d: end for d in p.devices}

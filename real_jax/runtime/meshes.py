@@ -14,7 +14,10 @@ VIRTUAL_CPU_DEVICES = 8
 
 
 def prepare_devices(cpu_devices: int = VIRTUAL_CPU_DEVICES) -> None:
-    """Gives a machine without accelerators `cpu_devices` virtual devices. Has an effect only before jax's first use."""
+    """Gives a machine without accelerators `cpu_devices` virtual devices. Has an effect only before jax's first use, and
+    none in a process that has joined others: those have said how many devices each has."""
+    if jax.distributed.is_initialized():
+        return
     try:
         jax.config.update("jax_num_cpu_devices", cpu_devices)
     except RuntimeError:
@@ -34,6 +37,29 @@ def use_compilation_cache(folder: str) -> None:
 def devices() -> list[jax.Device]:
     """All devices of the default backend, in the order in which placements number them."""
     return jax.devices()
+
+
+def here(mesh: Mesh) -> bool:
+    """Whether this process has a part in what runs on `mesh`. A process alone has, be the devices described ones."""
+    return jax.process_count() == 1 or any(d.process_index == jax.process_index() for d in mesh.devices.flat)
+
+
+def first_process(mesh: Mesh) -> int:
+    """The lowest process that has a device of `mesh`."""
+    return min(d.process_index for d in mesh.devices.flat)
+
+
+def place(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """`x`, which every process has, as an array over `sharding`; nothing is copied to devices of other processes."""
+    if jax.process_count() == 1:
+        return jax.device_put(x, sharding, may_alias=False)
+    # A copy, as the backend may use the memory that it is given.
+    return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part].copy(), dtype=x.dtype)
+
+
+def elsewhere(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
+    """What stands in this process for an array whose devices all belong to others: it has no data here."""
+    return jax.make_array_from_single_device_arrays(shape.shape, sharding, [], dtype=shape.dtype)
 
 
 def platform() -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from real_jax.spec.errors import UsageError
 
 CONFIG, PLAN = "config.yaml", "plan.yaml"
+STOPPED = "stopped"  # there while a run has ended early because it was asked to
 _NUMBERS = [f"-{i}" for i in range(2, 10000)]
 
 

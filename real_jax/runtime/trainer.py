@@ -10,7 +10,7 @@ Every stage is the same loop: next batch, one engine iteration, one metrics row,
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,11 +21,13 @@ from real_jax.data.corpus import Corpus
 from real_jax.models.hf import save as save_model
 from real_jax.models.load import load_model
 from real_jax.models.transformer import abstract_params, initialize
+from real_jax.runtime import distributed
 from real_jax.runtime.build import compile_programs
 from real_jax.runtime.calls import Program
 from real_jax.runtime.checkpoint import Checkpoints
 from real_jax.runtime.engine import Engine
 from real_jax.runtime.history import History
+from real_jax.runtime.hosts import on_main
 from real_jax.runtime.meshes import prepare_devices
 from real_jax.runtime.metrics import CompileCounter, MetricsLog, Row, flatten
 from real_jax.runtime.prepare import (
@@ -42,7 +44,7 @@ from real_jax.runtime.run_directory import CONFIG, PLAN
 from real_jax.runtime.weights import WeightStore
 from real_jax.spec import files
 from real_jax.spec.arch import Arch, Weight, weights
-from real_jax.spec.errors import UsageError
+from real_jax.spec.errors import Stopped, UsageError
 from real_jax.spec.experiment import Experiment, ModelConfig
 from real_jax.spec.plan import ExecutionPlan
 from real_jax.spec.timeline import Event
@@ -97,6 +99,11 @@ class Trainer:
       resume: go on from the newest checkpoints in `run_dir`.
       programs: compiled programs to reuse.
       listener: hears of progress.
+      stop: asked once an iteration, in all processes alike, whether the run is to end early: it then writes a checkpoint
+        and `fit` raises `Stopped`.
+
+    In several processes every one of them makes the same calls. The first alone reads the data, scores responses on the
+    host and writes files; checkpoints are written by all.
 
     Attributes:
       metrics: one row per iteration done; shows itself as a table and plots (`runtime.history.History`).
@@ -113,6 +120,7 @@ class Trainer:
         resume: bool = False,
         programs: Programs | None = None,
         listener: Listener | None = None,
+        stop: Callable[[], bool] = lambda: False,
     ):
         prepare_devices()
         self.experiment, self.plan = experiment, plan
@@ -123,14 +131,16 @@ class Trainer:
             if missing:
                 raise UsageError(f"The plan has no placement for call {missing[0]!r}. Add a line for it under 'calls'.")
         self.tokenizer = load_tokenizer(experiment)
-        self.corpus: Corpus = load_data(experiment, self.tokenizer, self.archs)
+        self._main = distributed.is_main()
+        self.corpus: Corpus | None = load_data(experiment, self.tokenizer, self.archs) if self._main else None
         self.run_dir = Path(run_dir) if run_dir else None
+        self._stop = stop
         self.listener: Listener = listener or Silent()
         self.programs: Programs = programs if programs is not None else {}
         self.events: list[Event] = []
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None
-        self._log = MetricsLog(self.run_dir)
+        self._log = MetricsLog(self.run_dir if self._main else None)
         self._compiles = CompileCounter()
         self._engine: Engine | None = None
         self._done = {name: 0 for name in self.stages}
@@ -143,9 +153,10 @@ class Trainer:
             if resume:
                 self._done = {name: c.latest() or 0 for name, c in self._checkpoints.items()}
                 self._log.keep_until(self._done, STAGES)
-            else:
+            elif self._main:
                 files.save_experiment(experiment, self.run_dir / CONFIG)
-            files.save_plan(plan, self.run_dir / PLAN)
+            if self._main:
+                files.save_plan(plan, self.run_dir / PLAN)
 
     @property
     def metrics(self) -> History:
@@ -161,7 +172,8 @@ class Trainer:
         return self._done["ppo"]
 
     def fit(self, steps: int | None = None) -> "Trainer":
-        """Runs every stage that is not done, PPO up to `steps` iterations in all (default: the experiment's)."""
+        """Runs every stage that is not done, PPO up to `steps` iterations in all (default: the experiment's). Raises
+        Stopped where `stop` asked for an early end."""
         if self._engine is None:
             self._load_actor()
             for name in ("sft", "preference"):
@@ -191,7 +203,7 @@ class Trainer:
         if done:
             self._checkpoints[stage.name].restore(done, engine)
         self._run(stage, engine, stage.steps)
-        self._weights[model] = jax.device_get(engine.store.home(model).params)
+        self._weights[model] = engine.fetch(engine.store.home(model).params)
         engine.close()
 
     def _ppo_engine(self) -> Engine:
@@ -227,15 +239,18 @@ class Trainer:
     def _run(self, stage: Stage, engine: Engine, steps: int) -> None:
         """The loop of every stage."""
         done, saved = self._done[stage.name], self._checkpoints.get(stage.name)
+        stopping = False
 
         def pause(step: int) -> bool:
-            return self._checkpoint_due(step + 1, steps) or self._evaluation_due(stage, step + 1, steps)
+            nonlocal stopping
+            stopping = self._stop()
+            return stopping or self._checkpoint_due(step + 1, steps) or self._evaluation_due(stage, step + 1, steps)
 
         self._compiles.since()  # those of building the stage do not count
         results = engine.run(range(done, steps), lambda i: self._inputs(stage, i), frozenset({"lengths"}), pause)
         for result in results:
             done = result.iteration + 1
-            row = flatten(stage.name, result.iteration, result, int(np.sum(np.asarray(result.batch["lengths"]))))
+            row = flatten(stage.name, result.iteration, result, int(np.sum(result.batch["lengths"])))
             row["compiles"] = self._compiles.since()
             if stage.name == "ppo":
                 self.events = result.events
@@ -244,10 +259,14 @@ class Trainer:
             self._done[stage.name] = done
             self._log.add(row)
             self.listener.row(row, steps)
-            if saved and self._checkpoint_due(done, steps):
+            if saved and (stopping or self._checkpoint_due(done, steps)):
                 saved.save(done, engine, self._meta)
+            if stopping:
+                break
         if saved:
             saved.wait()
+        if stopping and done < steps:
+            raise Stopped(f"Stopped as asked after iteration {done} of {steps} of stage {stage.name}.")
 
     def _checkpoint_due(self, done: int, steps: int) -> bool:
         every = self.experiment.checkpoint.every
@@ -258,6 +277,9 @@ class Trainer:
         return stage.name == "ppo" and every > 0 and done % every == 0 and done < steps
 
     def _inputs(self, stage: Stage, step: int) -> dict[str, np.ndarray]:
+        return distributed.once(lambda: self._load_inputs(stage, step))
+
+    def _load_inputs(self, stage: Stage, step: int) -> dict[str, np.ndarray]:
         if stage.name == "sft":
             return self.corpus.answers[step]
         if stage.name == "preference":
@@ -326,38 +348,50 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """Answers the held-out prompts with the actor as it is and scores the answers; the random numbers are always
         the same ones."""
-        engine, e = self._ppo_engine(), self.experiment
+        engine = self._ppo_engine()
         responses: list[str] = []
         scores: list[float] = []
-        for first in range(0, len(self.corpus.held_out), e.batch):
-            inputs = self.corpus.held_out_batch(first, e.batch, e.data.prompt_length, self.tokenizer.pad_id)
+        batches, by_model = distributed.once(self._held_out_batches)
+        for inputs in batches:
             written = engine.run_call("actor_generate", inputs)
-            tokens, lengths = np.asarray(written["tokens"]), np.asarray(written["lengths"])
-            _, texts = self._texts(tokens, inputs["prompt_lengths"], lengths)
+            _, texts = self._texts(written["tokens"], inputs["prompt_lengths"], written["lengths"])
             responses += texts
-            if self.corpus.judge is None:
-                scored = engine.run_call("reward_inference", {"tokens": tokens, "lengths": lengths})
-                scores += np.asarray(scored["scores"]).tolist()
-        count = len(self.corpus.held_out)
+            if by_model:
+                scored = engine.run_call("reward_inference", {k: written[k] for k in ("tokens", "lengths")})
+                scores += scored["scores"].tolist()
+        return distributed.once(lambda: self._judged(responses, scores))
+
+    def _held_out_batches(self) -> tuple[list[dict[str, np.ndarray]], bool]:
+        """Inputs, and whether it is for the reward model to score the answers."""
+        e = self.experiment
+        starts = range(0, len(self.corpus.held_out), e.batch)
+        pad = self.tokenizer.pad_id
+        batches = [self.corpus.held_out_batch(i, e.batch, e.data.prompt_length, pad) for i in starts]
+        return batches, self.corpus.judge is None
+
+    def _judged(self, responses: list[str], scores: list[float]) -> Evaluation:
+        """By the task's own rule where it has one, else by the reward model, which gave `scores`. The last batch may be
+        filled up with rows that do not count."""
+        prompts, count = list(self.corpus.held_out_texts), len(self.corpus.held_out)
         responses = responses[:count]
         if self.corpus.judge is not None:
-            scores = self.corpus.judge(self.corpus.held_out_texts, responses)
+            scores = self.corpus.judge(prompts, responses)
         scores = [float(s) for s in scores[:count]]
-        return Evaluation(
-            float(np.mean(scores)), scores, list(self.corpus.held_out_texts), responses, self.corpus.judge_name
-        )
+        return Evaluation(float(np.mean(scores)), scores, prompts, responses, self.corpus.judge_name)
 
     def _restored_before(self) -> Evaluation | None:
         kept = self._meta.get("before")
         return Evaluation(**kept) if kept else None
 
-    def params(self, model: str = "actor") -> HostParams:
-        """A model's weights, in host memory."""
-        return jax.device_get(self._ppo_engine().store.home(model).params)
+    def params(self, model: str = "actor") -> HostParams | None:
+        """A model's weights, in the memory of the first process; None in the others."""
+        store = self._ppo_engine().store
+        return on_main(store.home(model).params, store.mover)
 
     def export(self, folder: Path | str) -> list[Path]:
         """Writes the actor as a Hugging Face folder, with its tokenizer, and returns the files."""
-        return save_model(folder, self.archs["actor"], self.params("actor"), self.tokenizer)
+        params = self.params("actor")
+        return save_model(folder, self.archs["actor"], params, self.tokenizer) if self._main else []
 
     def close(self) -> None:
         """Waits for checkpoints in progress and closes the files."""

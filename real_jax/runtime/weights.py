@@ -7,7 +7,9 @@ import jax
 import numpy as np
 
 from real_jax.reallocation.move import Mover
+from real_jax.runtime import meshes
 from real_jax.runtime.calls import Program
+from real_jax.runtime.hosts import on_every_host
 from real_jax.spec.dataflow import Graph
 
 
@@ -45,7 +47,7 @@ class WeightStore:
 
     def __init__(self, graph: Graph, programs: dict[str, Program]):
         self._programs = programs
-        self._mover = Mover()
+        self.mover = Mover()
         self._models: dict[str, Home] = {}
         offloads = {name for name, program in programs.items() if program.placement.offload}
         self.home_call = {model: _home_call(graph, model, offloads) for model in graph.models}
@@ -53,19 +55,29 @@ class WeightStore:
         self._offloaded = {m for m in graph.models if self.home_call[m] in offloads}
 
     def put(self, model: str, params: dict[str, Any], optimizer_state=None, version: int = 0) -> None:
-        """Takes a copy of `params` as the model's home weights, in the home call's layout."""
+        """Takes a copy of `params`, arrays of the host or of devices, as the model's home weights, in the home call's
+        layout."""
         program = self._programs[self.home_call[model]]
         dtype = np.dtype(program.stored_type)
         if model in self._offloaded:
-            home = {k: np.asarray(x).astype(dtype) for k, x in params.items()}
+            home = {k: x.astype(dtype) for k, x in on_every_host(params, self.mover).items()}
         else:
-            home = self._mover.move(params, program.weights, dtype)
+            home = self._move(params, program.weights, dtype)
         if model in self.trained:
             if optimizer_state is None:
                 optimizer_state = program.initial_optimizer_state(home)
             else:
-                optimizer_state = jax.device_put(optimizer_state, program.optimizer_state_shardings, may_alias=False)
+                optimizer_state = jax.tree.map(_laid_out, optimizer_state, program.optimizer_state_shardings)
         self._models[model] = Home(home, optimizer_state, version)
+
+    def _move(self, params: dict[str, Any], target: dict[str, Any], dtype) -> dict[str, jax.Array]:
+        """`params` in the shardings `target`: those of the host and those of devices each in their own way."""
+        host = [k for k, x in params.items() if isinstance(x, np.ndarray)]
+        moved = {}
+        for names in (host, [k for k in params if k not in host]):
+            if names:
+                moved |= self.mover.move({k: params[k] for k in names}, {k: target[k] for k in names}, dtype)
+        return {k: moved[k] for k in params}
 
     def home(self, model: str) -> Home:
         return self._models[model]
@@ -92,13 +104,13 @@ class WeightStore:
     def moves_devices(self, call: str) -> bool:
         """Whether a reallocation for `call` would leave the home's devices."""
         program = self._programs[call]
-        return not self._mover.same_devices(self._models[program.call.model].params, program.weights)
+        return not self.mover.same_devices(self._models[program.call.model].params, program.weights)
 
     def make_view(self, call: str) -> dict[str, jax.Array]:
         """Reallocates the model's current weights into the layout of `call`."""
         program = self._programs[call]
         home = self._models[program.call.model]
-        params = self._mover.move(home.params, program.weights, program.stored_type)
+        params = self._move(home.params, program.weights, program.stored_type)
         home.views[_view_key(program)] = View(params, home.version)
         return params
 
@@ -136,6 +148,13 @@ def _home_call(graph: Graph, model: str, offloads: set[str]) -> str:
     trains = [c for c in calls if c.kind == "train"]
     staying = [c for c in calls if c.name not in offloads]
     return trains[-1].name if trains else (staying or calls)[0].name
+
+
+def _laid_out(x, sharding):
+    """`x` under `sharding`; an array that is laid out so already, as a checkpoint restores it, is taken as it is."""
+    if isinstance(x, jax.Array) and x.sharding == sharding:
+        return x
+    return jax.device_put(x, sharding, may_alias=False)
 
 
 def _view_key(program: Program):

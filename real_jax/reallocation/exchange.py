@@ -1,0 +1,325 @@
+"""Moves arrays between meshes of different devices by compiled collectives, in one process or many.
+
+Each device of the source mesh packs what it sends into a buffer, the buffers change hands by `ppermute` over a mesh of all
+devices that take part, and each device of the destination mesh unpacks what it has got. Every process that has a device
+in either mesh takes part; all of them in the same order. What is packed at a time is bounded, so that a move of any size
+needs little memory beside the result.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from real_jax.reallocation.schedule import Round, Schedule, cell_shape, make_schedule
+
+_ALL = "devices"
+_SENT, _KEPT = "sent", "kept"
+
+
+def in_turn(arrays):
+    """`arrays`, results of a program that talks to other processes.
+
+    Between CPUs a collective is known by its devices alone, so a second program must not start before the first has
+    ended, or they take each other's messages. Accelerators run programs in the order of their dispatch.
+    """
+    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+        jax.block_until_ready(arrays)
+    return arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """How one array goes: equal for arrays that go alike, whatever their sizes.
+
+    Attributes:
+      grid: cells in each dimension.
+      source, destination: (start, stop) of each device's shard in cells, by place in its mesh.
+    """
+
+    grid: tuple[int, ...]
+    source: tuple[tuple[tuple[int, int], ...], ...]
+    destination: tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One of `count` equal parts of every cell of an array, cut along dimension `dim`."""
+
+    name: str
+    cell: tuple[int, ...]  # shape of the part of a cell
+    dim: int
+    count: int
+
+
+def route(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) -> tuple[Route, tuple[int, ...]]:
+    """How an array of `shape` goes, and the shape of its cells. A scalar goes as an array of one number."""
+    if not shape:
+        one = ((0, 1),)
+        return Route((1,), (one,) * source.mesh.size, (one,) * target.mesh.size), (1,)
+    cell = cell_shape(source.shard_shape(shape), target.shard_shape(shape))
+
+    def ranges(sharding: NamedSharding):
+        boxes = sharding.devices_indices_map(shape)
+        return tuple(
+            tuple(
+                (index.indices(size)[0] // part, index.indices(size)[1] // part)
+                for index, size, part in zip(boxes[device], shape, cell, strict=True)
+            )
+            for device in sharding.mesh.devices.flat
+        )
+
+    grid = tuple(size // part for size, part in zip(shape, cell, strict=True))
+    return Route(grid, ranges(source), ranges(target)), cell
+
+
+class Exchange:
+    """Moves trees from one mesh to another. Programs are compiled once and kept.
+
+    Args:
+      chunk_bytes: what one device packs at a time, at most, but for cells that cannot be cut.
+      devices_per_node: None: a process is a node.
+    """
+
+    def __init__(self, source: Mesh, target: Mesh, chunk_bytes: int, devices_per_node: int | None = None):
+        self.source, self.target, self._chunk_bytes = source, target, chunk_bytes
+        order = {d: i for i, d in enumerate(jax.devices())}
+        devices = sorted({*source.devices.flat, *target.devices.flat}, key=order.__getitem__)
+        self._mesh = Mesh(np.asarray(devices, dtype=object), (_ALL,))
+        place = {d: i for i, d in enumerate(devices)}
+        self._source = [place[d] for d in source.devices.flat]
+        self._target = [place[d] for d in target.devices.flat]
+        self._nodes = [order[d] // devices_per_node if devices_per_node else d.process_index for d in devices]
+        self._schedules: dict[Route, Schedule] = {}
+        self._programs: dict = {}
+
+    def schedule(self, way: Route) -> Schedule:
+        if way not in self._schedules:
+            source = dict(zip(self._source, way.source, strict=True))
+            target = dict(zip(self._target, way.destination, strict=True))
+            self._schedules[way] = make_schedule(way.grid, source, target, self._nodes.__getitem__)
+        return self._schedules[way]
+
+    def move(self, arrays: Mapping[str, jax.Array], target: Mapping[str, NamedSharding], dtype) -> dict[str, jax.Array]:
+        """`arrays`, all on the source mesh and of one type, under the shardings `target` of the target mesh as `dtype`."""
+        alike: dict[Route, list[tuple[str, tuple[int, ...]]]] = {}
+        for name, x in sorted(arrays.items()):  # every process must send in the same order
+            way, cell = route(x.shape, x.sharding, target[name])
+            alike.setdefault(way, []).append((name, cell))
+        moved: dict[str, jax.Array] = {}
+        for way, cells in alike.items():
+            names = [name for name, _ in cells]
+            moved |= self._empty({n: arrays[n] for n in names}, {n: target[n] for n in names}, dtype)
+            small = min(np.dtype(dtype), next(iter(arrays.values())).dtype, key=lambda t: t.itemsize)
+            small = np.dtype(np.uint8) if small == bool else small  # what every backend can send
+            for chunk in self._chunks(self.schedule(way), cells, small.itemsize):
+                for number in range(chunk[0].count):
+                    self._step(way, chunk, number, arrays, moved, small)
+        return {name: moved[name] for name in arrays}
+
+    def _chunks(self, schedule: Schedule, cells, itemsize: int) -> list[list[Part]]:
+        """The arrays in groups whose buffers fit the bound; one that alone does not is cut."""
+        slots = max(_slots(schedule.first) + _slots(schedule.second), max(map(len, schedule.kept.values())), 1)
+        chunks, room = [], 0
+        for name, cell in cells:
+            size = slots * math.prod(cell) * itemsize
+            if size > self._chunk_bytes:
+                chunks.append([_cut(name, cell, math.ceil(size / self._chunk_bytes))])
+                room = 0
+                continue
+            if size > room:
+                chunks.append([])
+                room = self._chunk_bytes
+            chunks[-1].append(Part(name, cell, 0, 1))
+            room -= size
+        return chunks
+
+    def _step(self, way: Route, chunk: list[Part], number: int, arrays, moved: dict, dtype) -> None:
+        """Moves part `number` of the arrays in `chunk`; `moved` is brought up to date."""
+        names = [part.name for part in chunk]
+        sources = {n: arrays[n] for n in names}
+        schedule, offset = self.schedule(way), np.int32(number)
+        sends = any(d.process_index == jax.process_index() for d in self.source.devices.flat)
+        gets = any(d.process_index == jax.process_index() for d in self.target.devices.flat)
+        kept, sent = max(map(len, schedule.kept.values())), _slots(schedule.first)
+        packed = self._program("pack", way, chunk, sources, dtype)(sources, offset) if sends else {}
+        width = sum(math.prod(part.cell) for part in chunk)
+        got = {}
+        if sent:
+            whole = self._wrap(packed.get(_SENT), self.source, self._mesh, (sent, width), dtype)
+            received = self._send(schedule.first, whole)
+            got[_SENT] = self._wrap(received, self._mesh, self.target, (sent, width), dtype)
+        if kept:
+            got[_KEPT] = self._wrap(packed.get(_KEPT), self.source, self.target, (kept, width), dtype)
+        if gets:
+            own = {n: moved[n] for n in names}
+            moved |= self._program("unpack", way, chunk, own, dtype)(own, got, offset)
+        if not schedule.second:
+            return
+        slots, packed = _slots(schedule.second), {}
+        if gets:
+            own = {n: moved[n] for n in names}
+            packed = self._program("pack again", way, chunk, own, dtype)(own, offset)
+        whole = self._wrap(packed.get(_SENT), self.target, self._mesh, (slots, width), dtype)
+        received = self._send(schedule.second, whole)
+        got = {_SENT: self._wrap(received, self._mesh, self.target, (slots, width), dtype)}
+        if gets:
+            own = {n: moved[n] for n in names}
+            moved |= self._program("unpack again", way, chunk, own, dtype)(own, got, offset)
+
+    def _wrap(self, buffer: jax.Array | None, before: Mesh, after: Mesh, shape: tuple[int, int], dtype) -> jax.Array:
+        """The rows that this process's devices have, [devices of `before`, *shape], as an array over `after`; zeros
+        where a device had none. Nothing is copied."""
+        sharding = NamedSharding(after, PartitionSpec(after.axis_names))
+        known = {s.device: s.data for s in buffer.addressable_shards} if buffer is not None else {}
+        mine = [d for d in after.devices.flat if d.process_index == jax.process_index()]
+        rows = [known[d] if d in known else jnp.zeros((1, *shape), dtype, device=d) for d in mine]
+        return jax.make_array_from_single_device_arrays((after.size, *shape), sharding, rows, dtype=dtype)
+
+    def _send(self, rounds: Sequence[Round], buffer: jax.Array) -> jax.Array:
+        """What the devices receive in all rounds: [devices, slots, width], as `buffer` that they send from."""
+        key = "send", tuple((tuple(r.messages), r.length) for r in rounds), buffer.shape, buffer.dtype
+        if key not in self._programs:
+
+            def exchange(x):
+                parts, first = [], 0
+                for r in rounds:
+                    parts.append(jax.lax.ppermute(x[:, first : first + r.length], _ALL, list(r.messages)))
+                    first += r.length
+                return jnp.concatenate(parts, axis=1)
+
+            spec = PartitionSpec(_ALL)
+            mapped = jax.shard_map(exchange, mesh=self._mesh, in_specs=spec, out_specs=spec)
+            self._programs[key] = jax.jit(mapped, donate_argnums=0)
+        return in_turn(self._programs[key](buffer))
+
+    def _empty(self, arrays, target: Mapping[str, NamedSharding], dtype) -> dict[str, jax.Array]:
+        """Arrays to be filled, on the target mesh."""
+        if not any(d.process_index == jax.process_index() for d in self.target.devices.flat):
+            return {
+                n: jax.make_array_from_single_device_arrays(x.shape, target[n], [], dtype=dtype)
+                for n, x in arrays.items()
+            }
+        shapes = {n: x.shape for n, x in arrays.items()}
+        key = "empty", tuple(sorted(shapes.items())), tuple(sorted(target.items(), key=lambda t: t[0])), np.dtype(dtype)
+        if key not in self._programs:
+            self._programs[key] = jax.jit(
+                lambda: {n: jnp.zeros(s, dtype) for n, s in shapes.items()}, out_shardings=dict(target)
+            )
+        return self._programs[key]()
+
+    def _program(self, kind: str, way: Route, chunk: list[Part], arrays: Mapping[str, jax.Array], dtype):
+        key = kind, way, tuple(chunk), tuple((n, x.shape, x.dtype, x.sharding) for n, x in arrays.items()), dtype
+        if key not in self._programs:
+            make = _pack if kind.startswith("pack") else _unpack
+            schedule, again = self.schedule(way), kind.endswith("again")
+            mesh, places = (self.source, self._source) if kind == "pack" else (self.target, self._target)
+            ranges = dict(zip(places, way.source if kind == "pack" else way.destination, strict=True))
+            rounds = schedule.second if again else schedule.first
+            sides = {_SENT: _table(rounds, 0 if make is _pack else 1), _KEPT: {} if again else schedule.kept}
+            tables = {what: _starts(side, places, ranges, way.grid) for what, side in sides.items()}
+            tables = {what: table for what, table in tables.items() if table.shape[1]}
+            specs = {n: x.sharding.spec for n, x in arrays.items()}
+            self._programs[key] = make(chunk, tables, mesh, specs, dtype)
+        return self._programs[key]
+
+
+def _slots(rounds: Sequence[Round]) -> int:
+    return sum(r.length for r in rounds)
+
+
+def _cut(name: str, cell: tuple[int, ...], parts: int) -> Part:
+    """`cell` cut into at least `parts` equal parts along one dimension, as near to that number as its size allows."""
+    dim = max(range(len(cell)), key=lambda i: cell[i])
+    count = next(n for n in range(min(parts, cell[dim]), cell[dim] + 1) if cell[dim] % n == 0)
+    return Part(name, (*cell[:dim], cell[dim] // count, *cell[dim + 1 :]), dim, count)
+
+
+def _table(rounds: Sequence[Round], side: int) -> dict[int, list[int]]:
+    """Device -> the cell it sends (side 0) or receives (1) in each slot of the buffer; -1 for none."""
+    devices = {pair[side] for r in rounds for pair in r.messages}
+    table = {d: [] for d in devices}
+    for r in rounds:
+        own = {pair[side]: cells for pair, cells in r.messages.items()}
+        for d in devices:
+            table[d] += own.get(d, [-1] * r.length)
+    return table
+
+
+def _starts(side: Mapping[int, Sequence[int]], places: Sequence[int], ranges, grid) -> np.ndarray:
+    """Where each cell of `side` begins in its device's shard, in cells; negative for none: [devices, slots, dims]."""
+    slots = max(map(len, side.values()), default=0)
+    starts = np.full((len(places), slots, len(grid)), -1, np.int32)
+    for row, place in enumerate(places):
+        low = np.asarray([a for a, _ in ranges[place]], np.int32)
+        for slot, cell in enumerate(side.get(place, ())):
+            if cell >= 0:
+                starts[row, slot] = np.asarray(np.unravel_index(cell, grid), np.int32) - low
+    return starts
+
+
+def _offsets(part: Part, number) -> jax.Array:
+    return jnp.zeros(len(part.cell), jnp.int32).at[part.dim].set(number * part.cell[part.dim])
+
+
+def _whole(part: Part) -> np.ndarray:
+    """Shape of the cell that `part` is cut from."""
+    shape = np.asarray(part.cell, np.int32)
+    shape[part.dim] *= part.count
+    return shape
+
+
+def _pack(chunk: Sequence[Part], tables: Mapping[str, np.ndarray], mesh: Mesh, specs, dtype):
+    """(arrays, part number) -> one buffer [devices, slots, numbers of all parts] for each table."""
+
+    def pack(arrays, number):
+        place = jax.lax.axis_index(mesh.axis_names)
+
+        def buffer(table: np.ndarray):
+            starts = jnp.maximum(jnp.asarray(table)[place], 0)
+            columns = []
+            for part in chunk:
+                x = jnp.atleast_1d(arrays[part.name])
+                take = functools.partial(jax.lax.dynamic_slice, x, slice_sizes=part.cell)
+                cells = jax.vmap(take)(starts * _whole(part) + _offsets(part, number))
+                columns.append(cells.reshape(len(starts), math.prod(part.cell)).astype(dtype))
+            return jnp.concatenate(columns, axis=1)[None]
+
+        return {what: buffer(table) for what, table in tables.items()}
+
+    specs_in, spec_out = (specs, PartitionSpec()), PartitionSpec(mesh.axis_names)
+    return jax.jit(jax.shard_map(pack, mesh=mesh, in_specs=specs_in, out_specs=spec_out, check_vma=False))
+
+
+def _unpack(chunk: Sequence[Part], tables: Mapping[str, np.ndarray], mesh: Mesh, specs, dtype):
+    """(arrays, a buffer for each table, part number) -> arrays with the cells of the buffers in their places."""
+    del dtype
+
+    def unpack(arrays, buffers, number):
+        place = jax.lax.axis_index(mesh.axis_names)
+        arrays, first = dict(arrays), 0
+        for part in chunk:
+            size, filled = math.prod(part.cell), jnp.atleast_1d(arrays[part.name])
+            for what, table in tables.items():
+                starts = jnp.asarray(table)[place]
+                cells = buffers[what][0, :, first : first + size].astype(filled.dtype)
+
+                def put(slot, x, starts=starts, cells=cells, part=part):
+                    start = jnp.maximum(starts[slot], 0) * _whole(part) + _offsets(part, number)
+                    old = jax.lax.dynamic_slice(x, start, part.cell)
+                    new = jnp.where(starts[slot, 0] >= 0, cells[slot].reshape(part.cell), old)
+                    return jax.lax.dynamic_update_slice(x, new, start)
+
+                filled = jax.lax.fori_loop(0, table.shape[1], put, filled)
+            arrays[part.name] = filled.reshape(arrays[part.name].shape)
+            first += size
+        return arrays
+
+    in_specs = (specs, PartitionSpec(mesh.axis_names), PartitionSpec())
+    inner = jax.shard_map(unpack, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
+    return jax.jit(inner, donate_argnums=0)
