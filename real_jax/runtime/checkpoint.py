@@ -10,7 +10,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from real_jax.runtime import distributed
 from real_jax.runtime.engine import Engine
+from real_jax.runtime.hosts import move_tree, spread_shardings
 from real_jax.spec.errors import RunError
 
 
@@ -37,8 +39,8 @@ class Checkpoints:
         items: dict[str, Any] = {"meta": ocp.args.JsonSave(dict(meta))}
         for model in sorted(engine.store.trained):
             home = engine.store.home(model)
-            items[model] = ocp.args.StandardSave(_settled(home.params))
-            items[f"{model}_optimizer"] = ocp.args.StandardSave(_settled(home.optimizer_state))
+            for name, tree in ((model, home.params), (f"{model}_optimizer", home.optimizer_state)):
+                items[name] = ocp.args.StandardSave(_settled(tree, engine))
         if engine.carried:
             items["carried"] = ocp.args.StandardSave(engine.fetch(dict(engine.carried)))
         trees = [item.item for name, item in items.items() if name != "meta"]
@@ -64,9 +66,8 @@ class Checkpoints:
         items: dict[str, Any] = {"meta": ocp.args.JsonRestore()}
         for model in sorted(engine.store.trained):
             program = engine.programs[engine.store.home_call[model]]
-            params, state = program.abstract_state()
-            items[model] = ocp.args.StandardRestore(params)
-            items[f"{model}_optimizer"] = ocp.args.StandardRestore(state)
+            for name, shapes in zip((model, f"{model}_optimizer"), program.abstract_state(), strict=True):
+                items[name] = ocp.args.StandardRestore(_restored(shapes))
         if engine.carried:
             carried = engine.fetch(dict(engine.carried))
             items["carried"] = ocp.args.StandardRestore(jax.tree.map(np.asarray, carried))
@@ -106,6 +107,19 @@ class Checkpoints:
         return error
 
 
-def _settled(tree):
-    """Copies of the arrays: Orbax may read them after `save` returned, and by then the next train call has donated them."""
-    return jax.tree.map(lambda x: jax.numpy.copy(x) if x.addressable_shards else x, tree)
+def _settled(tree, engine: Engine):
+    """Copies of the arrays: Orbax may read them after `save` returned, and by then the next train call has donated them.
+
+    In several processes Orbax takes only arrays that all of them have a part of.
+    """
+    if distributed.processes() > 1:
+        return move_tree(tree, spread_shardings(tree), engine.store.mover)
+    return jax.tree.map(jax.numpy.copy, tree)
+
+
+def _restored(shapes):
+    """Where the arrays are restored to: as `shapes` say, or, in several processes, as they were saved."""
+    if distributed.processes() == 1:
+        return shapes
+    spread = spread_shardings(shapes)
+    return jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh), shapes, spread)

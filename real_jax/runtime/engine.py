@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding
 from real_jax.reallocation.exchange import in_turn
 from real_jax.runtime import distributed, meshes
 from real_jax.runtime.calls import Program
-from real_jax.runtime.hosts import on_every_host, on_main
+from real_jax.runtime.hosts import move_tree, on_every_host, on_main
 from real_jax.runtime.weights import WeightStore
 from real_jax.spec.dataflow import Call, Graph
 from real_jax.spec.timeline import Event
@@ -248,19 +248,17 @@ class Engine:
         """Batch keys on the devices of the program, laid out as it takes them."""
         leaves, structure = jax.tree.flatten(batch)
         wanted = jax.tree.leaves({key: program.batch[key] for key in batch})
-        brought = list(leaves)
-        crossing: dict[Any, dict[str, int]] = {}
+        brought, crossing = list(leaves), []
         for i, (x, sharding) in enumerate(zip(leaves, wanted, strict=True)):
             if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
                 brought[i] = meshes.place(np.asarray(x), sharding)
             elif x.sharding.device_set != sharding.device_set:
-                crossing.setdefault(x.dtype, {})[str(i)] = i
+                crossing.append(i)
             elif program.here:
                 brought[i] = in_turn(jax.device_put(x, sharding))
-        for dtype, group in crossing.items():
-            sources, targets = ({name: of[i] for name, i in group.items()} for of in (leaves, wanted))
-            for name, x in self.store.mover.move(sources, targets, dtype).items():
-                brought[group[name]] = x
+        moved = move_tree([leaves[i] for i in crossing], [wanted[i] for i in crossing], self.store.mover)
+        for i, x in zip(crossing, moved, strict=True):
+            brought[i] = x
         return jax.tree.unflatten(structure, brought)
 
     def _run_host(self, call: Call, batch: dict, pending: list[_Pending]) -> dict:

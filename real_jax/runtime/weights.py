@@ -7,9 +7,8 @@ import jax
 import numpy as np
 
 from real_jax.reallocation.move import Mover
-from real_jax.runtime import meshes
 from real_jax.runtime.calls import Program
-from real_jax.runtime.hosts import on_every_host
+from real_jax.runtime.hosts import move_tree, on_every_host
 from real_jax.spec.dataflow import Graph
 
 
@@ -67,7 +66,7 @@ class WeightStore:
             if optimizer_state is None:
                 optimizer_state = program.initial_optimizer_state(home)
             else:
-                optimizer_state = jax.tree.map(_laid_out, optimizer_state, program.optimizer_state_shardings)
+                optimizer_state = self._laid_out(optimizer_state, program.optimizer_state_shardings)
         self._models[model] = Home(home, optimizer_state, version)
 
     def _move(self, params: dict[str, Any], target: dict[str, Any], dtype) -> dict[str, jax.Array]:
@@ -78,6 +77,13 @@ class WeightStore:
             if names:
                 moved |= self.mover.move({k: params[k] for k in names}, {k: target[k] for k in names}, dtype)
         return {k: moved[k] for k in params}
+
+    def _laid_out(self, state: Any, shardings: Any) -> Any:
+        """An optimizer state under `shardings`; one that is laid out so already, as a checkpoint restores it, is taken
+        as it is."""
+        if all(x.sharding == s for x, s in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)):
+            return state
+        return move_tree(state, shardings, self.mover)
 
     def home(self, model: str) -> Home:
         return self._models[model]
@@ -148,13 +154,6 @@ def _home_call(graph: Graph, model: str, offloads: set[str]) -> str:
     trains = [c for c in calls if c.kind == "train"]
     staying = [c for c in calls if c.name not in offloads]
     return trains[-1].name if trains else (staying or calls)[0].name
-
-
-def _laid_out(x, sharding):
-    """`x` under `sharding`; an array that is laid out so already, as a checkpoint restores it, is taken as it is."""
-    if isinstance(x, jax.Array) and x.sharding == sharding:
-        return x
-    return jax.device_put(x, sharding, may_alias=False)
 
 
 def _view_key(program: Program):
