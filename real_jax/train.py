@@ -200,7 +200,9 @@ def _run(told: _Prepared | None, experiment: Experiment, plan: ExecutionPlan, ru
     from real_jax.runtime.trainer import Trainer
 
     listener = ConsoleListener(told.console) if told else None
-    more = {"programs": told.found.programs if told else None, "listener": listener}
+    more = {"listener": listener}
+    if told:
+        more |= {"programs": told.found.programs, "cluster": told.found.cluster}
     with signals.listening() as stop:
         trainer = Trainer(experiment, plan, run_dir=run_dir, resume=resume, stop=stop.agreed, **more)
         try:

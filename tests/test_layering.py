@@ -29,6 +29,7 @@ LIBRARIES = {
     "spec.files": ("yaml",),
     "reallocation": ("numpy",),
     "reallocation.move": ("numpy", "jax"),
+    "reallocation.exchange": ("numpy", "jax"),
     "planner": ("numpy",),
     "planner.report": ("numpy", "matplotlib", "rich"),
     "algorithms": ("jax",),

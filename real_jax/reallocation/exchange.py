@@ -83,18 +83,17 @@ class Exchange:
 
     Args:
       chunk_bytes: what one device packs at a time, at most, but for cells that cannot be cut.
-      devices_per_node: None: a process is a node.
+      devices_per_node: device number d is on node d // devices_per_node; None: a process is a node.
     """
 
     def __init__(self, source: Mesh, target: Mesh, chunk_bytes: int, devices_per_node: int | None = None):
         self.source, self.target, self._chunk_bytes = source, target, chunk_bytes
-        order = {d: i for i, d in enumerate(jax.devices())}
-        devices = sorted({*source.devices.flat, *target.devices.flat}, key=order.__getitem__)
+        devices = sorted({*source.devices.flat, *target.devices.flat}, key=lambda d: (d.process_index, d.id))
         self._mesh = Mesh(np.asarray(devices, dtype=object), (_ALL,))
         place = {d: i for i, d in enumerate(devices)}
         self._source = [place[d] for d in source.devices.flat]
         self._target = [place[d] for d in target.devices.flat]
-        self._nodes = [order[d] // devices_per_node if devices_per_node else d.process_index for d in devices]
+        self._nodes = [d.id // devices_per_node if devices_per_node else d.process_index for d in devices]
         self._schedules: dict[Route, Schedule] = {}
         self._programs: dict = {}
 

@@ -39,6 +39,11 @@ def devices() -> list[jax.Device]:
     return jax.devices()
 
 
+def own_count() -> int:
+    """How many of `devices()` belong to this process."""
+    return jax.local_device_count()
+
+
 def here(mesh: Mesh) -> bool:
     """Whether this process has a part in what runs on `mesh`. A process alone has, be the devices described ones."""
     return jax.process_count() == 1 or any(d.process_index == jax.process_index() for d in mesh.devices.flat)

@@ -15,9 +15,10 @@ from real_jax.spec.errors import RunError
 Row = dict[str, Any]
 
 
-def flatten(stage: str, step: int, result: Result, tokens: int) -> Row:
+def flatten(stage: str, step: int, result: Result, tokens: int, moves: Mapping[str, Any]) -> Row:
     """One row: each call's metrics as "call/metric" (minibatches averaged; of the importance ratio also the first),
-    seconds of each call and reallocation under "seconds", and tokens per second."""
+    seconds of each call and reallocation under "seconds", what the reallocations moved (`moves.planned_moves`), and tokens
+    per second."""
     row: Row = {"stage": stage, "step": step}
     for call, metrics in sorted(result.metrics.items()):
         for name, value in sorted(metrics.items()):
@@ -25,12 +26,19 @@ def flatten(stage: str, step: int, result: Result, tokens: int) -> Row:
             if name == "importance_ratio":
                 row[f"{call}/first_importance_ratio"] = float(np.ravel(value)[0])
     row["seconds"] = {event.name: round(event.end - event.start, 6) for event in result.events}
+    row["reallocations"] = {name: about for name, about in moves.items() if name in row["seconds"]}
     row["iteration_seconds"] = round(result.seconds, 6)
     row["tokens_per_second"] = round(tokens / result.seconds, 1)
     return row
 
 
-TIMINGS = ("seconds", "iteration_seconds", "tokens_per_second", "compiles")  # what differs between two equal runs
+TIMINGS = (
+    "seconds",
+    "iteration_seconds",
+    "tokens_per_second",
+    "compiles",
+    "reallocations",
+)  # what may differ between two equal runs
 
 
 class CompileCounter:

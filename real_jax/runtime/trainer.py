@@ -30,6 +30,7 @@ from real_jax.runtime.history import History
 from real_jax.runtime.hosts import on_main
 from real_jax.runtime.meshes import prepare_devices
 from real_jax.runtime.metrics import CompileCounter, MetricsLog, Row, flatten
+from real_jax.runtime.moves import planned_moves
 from real_jax.runtime.prepare import (
     STAGES,
     Stage,
@@ -46,6 +47,7 @@ from real_jax.spec import files
 from real_jax.spec.arch import Arch, Weight, weights
 from real_jax.spec.errors import Stopped, UsageError
 from real_jax.spec.experiment import Experiment, ModelConfig
+from real_jax.spec.hardware import Cluster
 from real_jax.spec.plan import ExecutionPlan
 from real_jax.spec.timeline import Event
 
@@ -99,6 +101,7 @@ class Trainer:
       resume: go on from the newest checkpoints in `run_dir`.
       programs: compiled programs to reuse.
       listener: hears of progress.
+      cluster: what the plan was made for; metrics then say what was predicted of each reallocation.
       stop: asked once an iteration, in all processes alike, whether the run is to end early: it then writes a checkpoint
         and `fit` raises `Stopped`.
 
@@ -120,6 +123,7 @@ class Trainer:
         resume: bool = False,
         programs: Programs | None = None,
         listener: Listener | None = None,
+        cluster: Cluster | None = None,
         stop: Callable[[], bool] = lambda: False,
     ):
         prepare_devices()
@@ -134,7 +138,7 @@ class Trainer:
         self._main = distributed.is_main()
         self.corpus: Corpus | None = load_data(experiment, self.tokenizer, self.archs) if self._main else None
         self.run_dir = Path(run_dir) if run_dir else None
-        self._stop = stop
+        self._stop, self._cluster = stop, cluster
         self.listener: Listener = listener or Silent()
         self.programs: Programs = programs if programs is not None else {}
         self.events: list[Event] = []
@@ -246,11 +250,12 @@ class Trainer:
             stopping = self._stop()
             return stopping or self._checkpoint_due(step + 1, steps) or self._evaluation_due(stage, step + 1, steps)
 
+        moves = planned_moves(engine.programs, engine.store, self._cluster)
         self._compiles.since()  # those of building the stage do not count
         results = engine.run(range(done, steps), lambda i: self._inputs(stage, i), frozenset({"lengths"}), pause)
         for result in results:
             done = result.iteration + 1
-            row = flatten(stage.name, result.iteration, result, int(np.sum(result.batch["lengths"])))
+            row = flatten(stage.name, result.iteration, result, int(np.sum(result.batch["lengths"])), moves)
             row["compiles"] = self._compiles.since()
             if stage.name == "ppo":
                 self.events = result.events

@@ -1,6 +1,6 @@
 """One process of two that move trees between layouts, there and back; says how many moves were right.
 
-    exchange_worker.py PORT RANK SEED COUNT
+exchange_worker.py PORT RANK SEED COUNT
 """
 
 import sys

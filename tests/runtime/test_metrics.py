@@ -26,13 +26,20 @@ def result():
     return Result(3, {}, metrics, events, 2.0)
 
 
+MOVES = {
+    "actor to actor_generate": {"bytes_within_node": 48, "bytes_between_nodes": 16, "predicted_seconds": 0.25},
+    "critic to critic_inference": {"bytes_within_node": 1, "bytes_between_nodes": 0},  # not made in this iteration
+}
+
+
 def test_flatten():
-    row = flatten("ppo", 3, result(), tokens=300)
+    row = flatten("ppo", 3, result(), 300, MOVES)
     assert row == {
         "stage": "ppo", "step": 3,
         "actor_train/importance_ratio": 1.25, "actor_train/first_importance_ratio": 1.0, "actor_train/kl": 0.25,
         "critic_train/loss": 3.0,
         "seconds": {"actor_generate": 1.25, "actor to actor_generate": 0.5},
+        "reallocations": {"actor to actor_generate": MOVES["actor to actor_generate"]},
         "iteration_seconds": 2.0, "tokens_per_second": 150.0,
     }  # fmt: skip
     assert {"seconds", "iteration_seconds", "tokens_per_second"} <= set(TIMINGS)
@@ -52,7 +59,7 @@ def test_compiles_are_counted():
 
 def test_rows_are_lines_of_json_and_tensorboard_events(tmp_path):
     log = MetricsLog(tmp_path)
-    rows = [flatten("ppo", step, result(), 300) for step in range(3)]
+    rows = [flatten("ppo", step, result(), 300, {}) for step in range(3)]
     for row in rows:
         log.add(row)
     log.close()
@@ -67,7 +74,7 @@ def test_rows_are_lines_of_json_and_tensorboard_events(tmp_path):
 def test_without_a_folder_rows_are_only_remembered(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     log = MetricsLog(None)
-    log.add(flatten("ppo", 0, result(), 1))
+    log.add(flatten("ppo", 0, result(), 1, {}))
     log.keep_until({"ppo": 0}, ("ppo",))
     log.close()
     assert len(log.rows) == 1 and not list(tmp_path.iterdir())
