@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from real_jax.reallocation.schedule import Round, Schedule, cell_shape, make_schedule
+from real_jax.reallocation.route import Route, route
+from real_jax.reallocation.schedule import Round, Schedule, make_schedule
 
 _ALL = "devices"
 _SENT, _KEPT = "sent", "kept"
@@ -34,20 +35,6 @@ def in_turn(arrays):
 
 
 @dataclasses.dataclass(frozen=True)
-class Route:
-    """How one array goes: equal for arrays that go alike, whatever their sizes.
-
-    Attributes:
-      grid: cells in each dimension.
-      source, destination: (start, stop) of each device's shard in cells, by place in its mesh.
-    """
-
-    grid: tuple[int, ...]
-    source: tuple[tuple[tuple[int, int], ...], ...]
-    destination: tuple[tuple[tuple[int, int], ...], ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Part:
     """One of `count` equal parts of every cell of an array, cut along dimension `dim`."""
 
@@ -55,27 +42,6 @@ class Part:
     cell: tuple[int, ...]  # shape of the part of a cell
     dim: int
     count: int
-
-
-def route(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) -> tuple[Route, tuple[int, ...]]:
-    """How an array of `shape` goes, and the shape of its cells. A scalar goes as an array of one number."""
-    if not shape:
-        one = ((0, 1),)
-        return Route((1,), (one,) * source.mesh.size, (one,) * target.mesh.size), (1,)
-    cell = cell_shape(source.shard_shape(shape), target.shard_shape(shape))
-
-    def ranges(sharding: NamedSharding):
-        boxes = sharding.devices_indices_map(shape)
-        return tuple(
-            tuple(
-                (index.indices(size)[0] // part, index.indices(size)[1] // part)
-                for index, size, part in zip(boxes[device], shape, cell, strict=True)
-            )
-            for device in sharding.mesh.devices.flat
-        )
-
-    grid = tuple(size // part for size, part in zip(shape, cell, strict=True))
-    return Route(grid, ranges(source), ranges(target)), cell
 
 
 class Exchange:

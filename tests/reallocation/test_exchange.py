@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from real_jax.reallocation.exchange import Exchange, route
+from real_jax.reallocation.exchange import Exchange
+from real_jax.reallocation.route import route
 from real_jax.reallocation.transfers import plan_transfers
 from real_jax.runtime.meshes import make_mesh
 from real_jax.runtime.shardings import weight_shardings

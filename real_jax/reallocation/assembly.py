@@ -1,0 +1,123 @@
+"""Moves arrays between meshes of one process whose devices all work in the host's memory, as those of a CPU do.
+
+There a device can read what another one holds: each destination shard is put together straight from the source shards,
+by one compiled program for the whole tree, and every byte is copied once. Other backends need `exchange`.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from real_jax.reallocation.route import Route, route
+from real_jax.reallocation.schedule import make_schedule
+
+
+class Assembly:
+    """Moves trees from one mesh to another, of the same devices or of others. Programs are compiled once and kept."""
+
+    def __init__(self, source: Mesh, target: Mesh):
+        self.source, self.target = source, target
+        place = {d: i for i, d in enumerate(sorted({*source.devices.flat, *target.devices.flat}, key=lambda d: d.id))}
+        self._source = [place[d] for d in source.devices.flat]
+        self._target = [place[d] for d in target.devices.flat]
+        self._senders: dict[Route, np.ndarray] = {}
+        self._programs: dict = {}
+
+    def senders(self, way: Route) -> np.ndarray:
+        """Which device each cell of a destination shard comes from, by place in the source mesh: [devices, cells of a
+        shard in row-major order]. A device's own cells come from itself."""
+        if way not in self._senders:
+            source = dict(zip(self._source, way.source, strict=True))
+            target = dict(zip(self._target, way.destination, strict=True))
+            schedule = make_schedule(way.grid, source, target, node=lambda device: 0)
+            comes_from = {(device, cell): device for device, cells in schedule.kept.items() for cell in cells}
+            for r in schedule.first:
+                for (sender, receiver), cells in r.messages.items():
+                    comes_from |= {(receiver, cell): sender for cell in cells}
+            numbers = np.arange(np.prod(way.grid)).reshape(way.grid)
+            rank = {device: i for i, device in enumerate(self._source)}
+            self._senders[way] = np.asarray(
+                [
+                    [rank[comes_from[d, cell]] for cell in numbers[tuple(slice(*r) for r in target[d])].ravel()]
+                    for d in self._target
+                ]
+            )
+        return self._senders[way]
+
+    def move(self, arrays: Mapping[str, jax.Array], target: Mapping[str, NamedSharding], dtype) -> dict[str, jax.Array]:
+        """`arrays`, all on the source mesh, under the shardings `target` of the target mesh as `dtype`."""
+        routes = {name: route(x.shape, x.sharding, target[name]) for name, x in arrays.items()}
+        shards = {name: self._seen(x, self.senders(routes[name][0])) for name, x in arrays.items()}
+        return self._program(arrays, target, dtype, routes)(shards)
+
+    def _seen(self, x: jax.Array, senders: np.ndarray) -> list[jax.Array]:
+        """For each cell of a destination shard, the source shards that the devices find it in: [devices, *shard]. They
+        lie where they lay."""
+        held = {s.device: s.data for s in x.addressable_shards}
+        own = [held[d] for d in self.source.devices.flat]
+        # A second handle on a shard: a view of the array itself would keep its memory from being donated for good.
+        views = {i: _view(own[i]) for i in np.unique(senders)}
+        sharding = NamedSharding(self.target, PartitionSpec(self.target.axis_names))
+        shape = (self.target.size, *np.shape(views[senders[0, 0]])[1:])
+        return [
+            jax.make_array_from_single_device_arrays(
+                shape,
+                sharding,
+                [
+                    jax.device_put(views[i], device, may_alias=True)
+                    for i, device in zip(column, self.target.devices.flat, strict=True)
+                ],
+            )
+            for column in senders.T
+        ]
+
+    def _program(self, arrays: Mapping[str, jax.Array], target: Mapping[str, NamedSharding], dtype, routes):
+        key = tuple((n, x.shape, x.dtype, x.sharding, target[n]) for n, x in arrays.items()), np.dtype(dtype)
+        if key not in self._programs:
+            starts = {n: self._starts(way) for n, (way, _) in routes.items()}
+            cells = {n: cell for n, (_, cell) in routes.items()}
+            blocks = {n: [b - a for a, b in way.destination[0]] for n, (way, _) in routes.items()}
+            shapes = {n: target[n].shard_shape(x.shape) for n, x in arrays.items()}
+
+            def assemble(shards):
+                place = jax.lax.axis_index(self.target.axis_names)
+                return {n: _together(x, starts[n], place, cells[n], blocks[n]).reshape(shapes[n]).astype(dtype) for n, x in shards.items()}
+
+            inner = jax.shard_map(
+                assemble, mesh=self.target, in_specs=PartitionSpec(self.target.axis_names),
+                out_specs={n: s.spec for n, s in target.items()}, check_vma=False,
+            )  # fmt: skip
+            self._programs[key] = jax.jit(inner)
+        return self._programs[key]
+
+    def _starts(self, way: Route) -> np.ndarray:
+        """Where each cell of a destination shard begins in the source shard that it is taken from, in cells: [devices,
+        cells, dims]."""
+        senders = self.senders(way)
+        low = np.asarray([[a for a, _ in box] for box in way.source], np.int32)
+        wanted = np.asarray(
+            [np.stack(np.meshgrid(*(np.arange(a, b) for a, b in box), indexing="ij"), -1).reshape(-1, len(box)) for box in way.destination],
+            np.int32,
+        )  # fmt: skip
+        return wanted - low[senders]
+
+
+def _view(shard: jax.Array) -> np.ndarray:
+    handle = jax.make_array_from_single_device_arrays(shard.shape, SingleDeviceSharding(shard.device), [shard])
+    return np.atleast_1d(np.asarray(handle))[None]
+
+
+def _together(shards, starts: np.ndarray, place, cell, blocks) -> jax.Array:
+    """The cells of a shard, each cut out of the source shard that has it, in their order: `blocks` in each dimension."""
+    parts = []
+    for number, x in enumerate(shards):
+        x = x[0]
+        if x.shape != tuple(cell):
+            x = jax.lax.dynamic_slice(x, jnp.asarray(starts[:, number])[place] * np.asarray(cell, np.int32), cell)
+        parts.append(x)
+    for dim in reversed(range(len(blocks))):
+        parts = [jnp.concatenate(parts[i : i + blocks[dim]], dim) for i in range(0, len(parts), blocks[dim])]
+    return parts[0]
