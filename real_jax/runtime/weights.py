@@ -81,7 +81,8 @@ class WeightStore:
     def _laid_out(self, state: Any, shardings: Any) -> Any:
         """An optimizer state under `shardings`; one that is laid out so already, as a checkpoint restores it, is taken
         as it is."""
-        if all(x.sharding == s for x, s in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)):
+        pairs = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
+        if all(isinstance(x, jax.Array) and x.sharding == s for x, s in pairs):
             return state
         return move_tree(state, shardings, self.mover)
 

@@ -87,7 +87,7 @@ def test_unknown_flag(folder, capsys):
         (["--ppo.minibatches", "5"], "must divide batch (64)"),
         (["--batch", "0"], "batch is 0"),
         (["--cpu-devices", "0"], "--cpu-devices is 0"),
-        (["--cluster", str(H100S)], "'h100-16x8' has 128 devices, but this process 8"),
+        (["--cluster", str(H100S)], "'h100-16x8' has 128 devices, but this job 8"),
     ],
 )
 def test_missing_files_and_wrong_values(folder, capsys, argv, words):

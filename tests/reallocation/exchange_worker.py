@@ -3,6 +3,7 @@
 exchange_worker.py PORT RANK SEED COUNT
 """
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def main(port: str, rank: int, seed: int, count: int) -> None:
     mover, right = Mover(chunk_bytes=1000), 0
     ways = placements(seed, count)
     arrays = {k: place(values[k], s) for k, s in weight_shardings(TABLE, ways[0], make_mesh(ways[0])).items()}
-    for before, after in zip(ways, ways[1:], strict=False):
+    for before, after in itertools.pairwise(ways):
         if "-v" in sys.argv:
             print(rank, before, after, flush=True)
         arrays = mover.move(arrays, weight_shardings(TABLE, after, make_mesh(after)), np.float32)
