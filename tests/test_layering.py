@@ -29,6 +29,8 @@ LIBRARIES = {
     "spec.files": ("yaml",),
     "reallocation": ("numpy",),
     "reallocation.move": ("numpy", "jax"),
+    "reallocation.route": ("jax",),
+    "reallocation.assembly": ("numpy", "jax"),
     "reallocation.exchange": ("numpy", "jax"),
     "planner": ("numpy",),
     "planner.report": ("numpy", "matplotlib", "rich"),

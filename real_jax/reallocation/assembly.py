@@ -4,6 +4,7 @@ There a device can read what another one holds: each destination shard is put to
 by one compiled program for the whole tree, and every byte is copied once. Other backends need `exchange`.
 """
 
+import itertools
 from collections.abc import Mapping
 
 import jax
@@ -48,10 +49,15 @@ class Assembly:
         return self._senders[way]
 
     def move(self, arrays: Mapping[str, jax.Array], target: Mapping[str, NamedSharding], dtype) -> dict[str, jax.Array]:
-        """`arrays`, all on the source mesh, under the shardings `target` of the target mesh as `dtype`."""
-        routes = {name: route(x.shape, x.sharding, target[name]) for name, x in arrays.items()}
-        shards = {name: self._seen(x, self.senders(routes[name][0])) for name, x in arrays.items()}
-        return self._program(arrays, target, dtype, routes)(shards)
+        """`arrays`, all on the source mesh, under the shardings `target` of the target mesh as `dtype`. Returns once
+        `arrays` are there and the copying has begun."""
+        key = tuple((n, x.shape, x.dtype, x.sharding, target[n]) for n, x in arrays.items()), np.dtype(dtype)
+        if key not in self._programs:
+            routes = {name: route(x.shape, x.sharding, target[name]) for name, x in arrays.items()}
+            senders = {name: self.senders(way) for name, (way, _) in routes.items()}
+            self._programs[key] = senders, self._program(arrays, target, dtype, routes)
+        senders, program = self._programs[key]
+        return program({name: self._seen(x, senders[name]) for name, x in arrays.items()})
 
     def _seen(self, x: jax.Array, senders: np.ndarray) -> list[jax.Array]:
         """For each cell of a destination shard, the source shards that the devices find it in: [devices, *shard]. They
@@ -75,33 +81,31 @@ class Assembly:
         ]
 
     def _program(self, arrays: Mapping[str, jax.Array], target: Mapping[str, NamedSharding], dtype, routes):
-        key = tuple((n, x.shape, x.dtype, x.sharding, target[n]) for n, x in arrays.items()), np.dtype(dtype)
-        if key not in self._programs:
-            starts = {n: self._starts(way) for n, (way, _) in routes.items()}
-            cells = {n: cell for n, (_, cell) in routes.items()}
-            blocks = {n: [b - a for a, b in way.destination[0]] for n, (way, _) in routes.items()}
-            shapes = {n: target[n].shard_shape(x.shape) for n, x in arrays.items()}
+        """{array: what `_seen` makes of it} -> {array: under its sharding in `target`}."""
+        starts = {n: self._starts(way) for n, (way, _) in routes.items()}
+        blocks = {n: [b - a for a, b in way.destination[0]] for n, (way, _) in routes.items()}
+        shapes = {n: target[n].shard_shape(x.shape) for n, x in arrays.items()}
+        devices = self.target.axis_names
 
-            def assemble(shards):
-                place = jax.lax.axis_index(self.target.axis_names)
-                return {n: _together(x, starts[n], place, cells[n], blocks[n]).reshape(shapes[n]).astype(dtype) for n, x in shards.items()}
+        def assemble(seen):
+            place, made = jax.lax.axis_index(devices), {}
+            for n, shards in seen.items():
+                whole = _together(shards, starts[n], place, routes[n][1], blocks[n])
+                made[n] = whole.reshape(shapes[n]).astype(dtype)
+            return made
 
-            inner = jax.shard_map(
-                assemble, mesh=self.target, in_specs=PartitionSpec(self.target.axis_names),
-                out_specs={n: s.spec for n, s in target.items()}, check_vma=False,
-            )  # fmt: skip
-            self._programs[key] = jax.jit(inner)
-        return self._programs[key]
+        specs = {n: s.spec for n, s in target.items()}
+        inner = jax.shard_map(
+            assemble, mesh=self.target, in_specs=PartitionSpec(devices), out_specs=specs, check_vma=False
+        )
+        return jax.jit(inner)
 
     def _starts(self, way: Route) -> np.ndarray:
         """Where each cell of a destination shard begins in the source shard that it is taken from, in cells: [devices,
         cells, dims]."""
         senders = self.senders(way)
         low = np.asarray([[a for a, _ in box] for box in way.source], np.int32)
-        wanted = np.asarray(
-            [np.stack(np.meshgrid(*(np.arange(a, b) for a, b in box), indexing="ij"), -1).reshape(-1, len(box)) for box in way.destination],
-            np.int32,
-        )  # fmt: skip
+        wanted = np.asarray([list(itertools.product(*(range(*r) for r in box))) for box in way.destination], np.int32)
         return wanted - low[senders]
 
 

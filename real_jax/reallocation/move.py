@@ -1,100 +1,135 @@
-"""Moves a parameter tree from the shardings it has to the ones a call wants."""
+"""Moves a parameter tree from the shardings it has to the ones a call wants.
+
+Mover picks the way by what it costs, for all arrays that go from one mesh to another together:
+
+  nothing crosses    one compiled program; each device cuts its part out of what it has
+  shared memory      `assembly`: each device reads the others' shards where they lie and copies every byte once
+  same devices       one compiled reshard, where its temporary memory fits the bound
+  otherwise          `exchange`: compiled collectives over both meshes, in chunks of bounded size
+
+The devices of a CPU share their memory as long as one process has them all.
+"""
 
 from collections.abc import Mapping
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from real_jax.reallocation.assembly import Assembly
 from real_jax.reallocation.exchange import Exchange, in_turn
+from real_jax.reallocation.route import stays
 
-CHUNK_BYTES = 2**28  # of a device, beside the arrays themselves, while they move between processes
+CHUNK_BYTES = 2**28  # of a device, beside the arrays themselves, while they move
 Params = Mapping[str, jax.Array | np.ndarray]
+Arrays = Mapping[str, jax.Array]
+Shardings = Mapping[str, NamedSharding]
 
 
 class Mover:
     """Moves trees between layouts. Programs are compiled once for each pair of layouts and kept.
 
-    Between layouts over the same devices the whole tree moves in one compiled program; between different devices by
-    `jax.device_put`, or in several processes by `exchange.Exchange`. All processes must make the same moves in the same
-    order; one that has no device in a move returns from it at once, with arrays that have no data here. What comes back never lives in memory that the source can give away, so donating the source later
-    is safe. (On its way through the host of a CPU backend a leaf may be shared; jax then copies instead of donating it.)
+    All processes must make the same moves in the same order; one that has no device in a move returns from it at once,
+    with arrays that have no data here. What comes back never lives in memory that the source can give away, so donating
+    the source later is safe.
+
+    Args:
+      chunk_bytes: temporary memory of a device, at most.
+      shared_memory: whether devices can read each other's memory; None: as this backend does.
     """
 
-    def __init__(self, chunk_bytes: int = CHUNK_BYTES):
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES, shared_memory: bool | None = None):
+        if shared_memory is None:
+            shared_memory = jax.process_count() == 1 and jax.default_backend() == "cpu"
+        self.shared_memory = shared_memory
         self._chunk_bytes = chunk_bytes
         self._programs: dict = {}
-        self._exchanges: dict = {}
+        self._assemblies: dict[tuple[Mesh, Mesh], Assembly] = {}
+        self._exchanges: dict[tuple[Mesh, Mesh], Exchange] = {}
 
-    def move(self, params: Params, target: Mapping[str, NamedSharding], dtype) -> dict[str, jax.Array]:
+    def move(self, params: Params, target: Shardings, dtype) -> dict[str, jax.Array]:
         """`params` under shardings `target`, floating-point type `dtype`. Source arrays may lie in host memory (numpy)."""
         if set(params) != set(target):
             raise ValueError(f"weights differ from shardings: {sorted(set(params) ^ set(target))}")
-        if all(isinstance(x, np.ndarray) for x in params.values()):
-            return {k: _place(x, target[k], dtype) for k, x in params.items()}
-        if self.same_devices(params, target):
-            if not _here(params):
-                return {k: _elsewhere(x.shape, target[k], dtype) for k, x in params.items()}
-            return in_turn(self._program(params, target, dtype)(dict(params)))
-        if jax.process_count() > 1:
-            return self._exchange(params, target, dtype)
-        # Cast on the side where fewer bytes then move; the cast program stays on the source's own devices.
-        narrow = any(x.dtype.itemsize > np.dtype(dtype).itemsize for x in params.values())
-        if narrow:
-            params = self._program(params, {k: x.sharding for k, x in params.items()}, dtype)(dict(params))
-        moved = jax.device_put(dict(params), dict(target), may_alias=False)
-        # `may_alias=False` is not honoured for a shard that stays where it is: such a leaf still shares its memory with
-        # the source and must be copied, or donating the source would delete it.
-        unfinished = {k: x for k, x in moved.items() if x.dtype != dtype or _keeps_a_shard(params[k], target[k])}
-        if unfinished:
-            moved |= self._program(unfinished, {k: target[k] for k in unfinished}, dtype)(unfinished)
-        return moved
-
-    def _exchange(self, params: Params, target: Mapping[str, NamedSharding], dtype) -> dict[str, jax.Array]:
-        groups: dict[tuple, list[str]] = {}
-        for name, x in params.items():
-            groups.setdefault((x.sharding.mesh, target[name].mesh, x.dtype), []).append(name)
-        moved = {}
-        for (source, destination, _), names in groups.items():
-            mine, theirs = {n: params[n] for n in names}, {n: target[n] for n in names}
-            if not (_here(mine) or _is_local(destination)):
-                moved |= {n: _elsewhere(mine[n].shape, theirs[n], dtype) for n in names}
-                continue
-            if (source, destination) not in self._exchanges:
-                self._exchanges[source, destination] = Exchange(source, destination, self._chunk_bytes)
-            moved |= self._exchanges[source, destination].move(mine, theirs, dtype)
+        moved = {k: _place(x, target[k], dtype) for k, x in params.items() if isinstance(x, np.ndarray)}
+        for (source, destination), arrays in _by_meshes(params, target).items():
+            theirs = {n: target[n] for n in arrays}
+            if _is_local(source) or _is_local(destination):
+                moved |= self._move(source, destination, arrays, theirs, dtype)
+            else:
+                moved |= {n: _elsewhere(x.shape, theirs[n], dtype) for n, x in arrays.items()}
         return {name: moved[name] for name in params}
 
-    @staticmethod
-    def same_devices(params: Params, target: Mapping[str, NamedSharding]) -> bool:
-        """Whether every weight stays on its own devices, in the same order."""
-        return all(
-            isinstance(x, jax.Array)
-            and isinstance(x.sharding, NamedSharding)
-            and x.sharding.mesh.devices.ravel().tolist() == target[name].mesh.devices.ravel().tolist()
-            for name, x in params.items()
+    def waits(self, params: Params, target: Shardings) -> bool:
+        """Whether a move begins only when its source is there: reading it where it lies needs that. All other moves are
+        dispatched at once."""
+        return self.shared_memory and not all(
+            _same_order(*meshes) and _all_stay(arrays, target) for meshes, arrays in _by_meshes(params, target).items()
         )
 
-    def _program(self, params: Params, target: Mapping[str, NamedSharding], dtype):
-        key = tuple((k, x.shape, x.dtype, x.sharding, target[k]) for k, x in sorted(params.items())), np.dtype(dtype)
+    def _move(self, source: Mesh, destination: Mesh, arrays: Arrays, target: Shardings, dtype) -> dict[str, jax.Array]:
+        """`arrays`, all on mesh `source`, on mesh `destination`."""
+        if _same_order(source, destination) and _all_stay(arrays, target):
+            return in_turn(self._program(arrays, target, dtype)(arrays))
+        if self.shared_memory:
+            if (source, destination) not in self._assemblies:
+                self._assemblies[source, destination] = Assembly(source, destination)
+            return self._assemblies[source, destination].move(arrays, target, dtype)
+        if _same_order(source, destination):
+            program = self._program(arrays, target, dtype)
+            if program.memory_analysis().temp_size_in_bytes <= self._chunk_bytes:
+                return in_turn(program(arrays))
+        if (source, destination) not in self._exchanges:
+            self._exchanges[source, destination] = Exchange(source, destination, self._chunk_bytes)
+        exchange, moved = self._exchanges[source, destination], {}
+        for kind in sorted({x.dtype for x in arrays.values()}, key=str):
+            alike = {n: x for n, x in arrays.items() if x.dtype == kind}
+            moved |= exchange.move(alike, {n: target[n] for n in alike}, dtype)
+        return moved
+
+    def _program(self, arrays: Arrays, target: Shardings, dtype):
+        key = tuple((k, x.shape, x.dtype, x.sharding, target[k]) for k, x in sorted(arrays.items())), np.dtype(dtype)
         if key not in self._programs:
 
             def reallocate(tree):
                 # `copy` keeps an unchanged leaf from coming back as the source itself.
                 return {k: jax.numpy.copy(x).astype(dtype) for k, x in tree.items()}
 
-            shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in params.items()}
+            shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in arrays.items()}
             self._programs[key] = jax.jit(reallocate, out_shardings=dict(target)).lower(shapes).compile()
         return self._programs[key]
 
 
+def _by_meshes(params: Params, target: Shardings) -> dict[tuple[Mesh, Mesh], dict[str, jax.Array]]:
+    """(mesh before, mesh after) -> the device arrays that go so."""
+    groups: dict[tuple[Mesh, Mesh], dict[str, jax.Array]] = {}
+    for name, x in params.items():
+        if isinstance(x, jax.Array):
+            x = _on_a_mesh(x)
+            groups.setdefault((x.sharding.mesh, target[name].mesh), {})[name] = x
+    return groups
+
+
+def _on_a_mesh(x: jax.Array) -> jax.Array:
+    """`x`; one that a program outside any mesh has left on a single device, as an array over a mesh of that one."""
+    if isinstance(x.sharding, NamedSharding):
+        return x
+    (device,) = x.sharding.device_set
+    mesh = NamedSharding(Mesh(np.asarray([device], dtype=object), ("all",)), PartitionSpec())
+    return jax.make_array_from_single_device_arrays(x.shape, mesh, [s.data for s in x.addressable_shards])
+
+
+def _same_order(source: Mesh, destination: Mesh) -> bool:
+    """Whether both meshes have the same devices in the same order, so that one program can speak of both."""
+    return source.devices.ravel().tolist() == destination.devices.ravel().tolist()
+
+
+def _all_stay(arrays: Arrays, target: Shardings) -> bool:
+    return all(stays(x.shape, x.sharding, target[n]) for n, x in arrays.items())
+
+
 def _is_local(mesh: Mesh) -> bool:
     return any(d.process_index == jax.process_index() for d in mesh.devices.flat)
-
-
-def _here(params: Params) -> bool:
-    """Whether this process has a device of any array."""
-    return any(_is_local(x.sharding.mesh) for x in params.values())
 
 
 def _elsewhere(shape: tuple[int, ...], sharding: NamedSharding, dtype) -> jax.Array:
@@ -106,9 +141,3 @@ def _place(x: np.ndarray, sharding: NamedSharding, dtype) -> jax.Array:
     if jax.process_count() == 1:
         return jax.device_put(x.astype(dtype), sharding, may_alias=False)
     return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part].astype(dtype), dtype=dtype)
-
-
-def _keeps_a_shard(source: jax.Array, target: NamedSharding) -> bool:
-    """Whether some device holds the same part of the array before and after."""
-    before = source.sharding.devices_indices_map(source.shape)
-    return any(before.get(device) == index for device, index in target.devices_indices_map(source.shape).items())

@@ -1,6 +1,7 @@
 """How an array is cut into cells when it changes its layout, from the shardings before and after."""
 
 import dataclasses
+import functools
 
 from jax.sharding import NamedSharding
 
@@ -40,3 +41,20 @@ def route(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) 
 
     grid = tuple(size // part for size, part in zip(shape, cell, strict=True))
     return Route(grid, ranges(source), ranges(target)), cell
+
+
+@functools.lru_cache(maxsize=4096)
+def stays(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) -> bool:
+    """Whether each device of `target` already has all that it wants of an array, under `source`."""
+    before, after = source.devices_indices_map(shape), target.devices_indices_map(shape)
+
+    def within(device) -> bool:
+        if device not in before:
+            return False
+        sides = zip(after[device], before[device], shape, strict=True)
+        return all(
+            had.indices(size)[0] <= wanted.indices(size)[0] and wanted.indices(size)[1] <= had.indices(size)[1]
+            for wanted, had, size in sides
+        )
+
+    return all(map(within, after))

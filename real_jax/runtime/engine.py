@@ -2,9 +2,9 @@
 
 One iteration:
   1. Inputs from the loader and carried keys from the iteration before are the first batch keys.
-  2. A call is dispatched once the calls it waits for are dispatched. Moves that stay on their devices are dispatched with
-     it; a move between devices may pass through the host, so the engine first lets other calls go ahead until its
-     source is ready.
+  2. A call is dispatched once the calls it waits for are dispatched, and the moves that it needs with it. Where devices
+     share their memory a move reads its source where it lies, which must be there by then; the engine first lets other
+     calls go ahead.
   3. Train calls donate weights and optimizer state; their models' views are stale from then on and are dropped.
   4. Threads note when each result is ready; nothing else waits for the devices, and the next iteration is dispatched
      before this one has ended.
@@ -192,7 +192,7 @@ class Engine:
         names = {c.name for c in waiting}
         blocked = {e.target for e in self.graph.edges if e.lag == 0 and e.source in names}
         ready = [c for c in waiting if c.name not in blocked]
-        if distributed.processes() > 1:
+        if not self.store.mover.shared_memory:
             return ready[0]
         while True:
             for call in ready:
@@ -210,8 +210,8 @@ class Engine:
         program = self.programs[call.name]
         own = set(program.mesh.devices.flat)
         crossing = [x for x in arrays if x.sharding.device_set != own]
-        if not self.store.has_view(call.name) and self.store.moves_devices(call.name):
-            crossing += self.store.sources(call.name)
+        if not self.store.has_view(call.name):
+            crossing += self.store.awaited(call.name)
         return crossing
 
     def _dispatch(self, call: Call, batch: dict, pending: list[_Pending]) -> tuple[dict, Any]:

@@ -61,22 +61,13 @@ class WeightStore:
         if model in self._offloaded:
             home = {k: x.astype(dtype) for k, x in on_every_host(params, self.mover).items()}
         else:
-            home = self._move(params, program.weights, dtype)
+            home = self.mover.move(params, program.weights, dtype)
         if model in self.trained:
             if optimizer_state is None:
                 optimizer_state = program.initial_optimizer_state(home)
             else:
                 optimizer_state = self._laid_out(optimizer_state, program.optimizer_state_shardings)
         self._models[model] = Home(home, optimizer_state, version)
-
-    def _move(self, params: dict[str, Any], target: dict[str, Any], dtype) -> dict[str, jax.Array]:
-        """`params` in the shardings `target`: those of the host and those of devices each in their own way."""
-        host = [k for k, x in params.items() if isinstance(x, np.ndarray)]
-        moved = {}
-        for names in (host, [k for k in params if k not in host]):
-            if names:
-                moved |= self.mover.move({k: params[k] for k in names}, {k: target[k] for k in names}, dtype)
-        return {k: moved[k] for k in params}
 
     def _laid_out(self, state: Any, shardings: Any) -> Any:
         """An optimizer state under `shardings`; one that is laid out so already, as a checkpoint restores it, is taken
@@ -103,21 +94,19 @@ class WeightStore:
         view = home.views.get(_view_key(program))
         return self.is_home(call) or (view is not None and view.version == home.version)
 
-    def sources(self, call: str) -> list[jax.Array]:
-        """The device arrays that a reallocation for `call` would read."""
-        home = self._models[self._programs[call].call.model]
-        return [x for x in home.params.values() if isinstance(x, jax.Array)]
-
-    def moves_devices(self, call: str) -> bool:
-        """Whether a reallocation for `call` would leave the home's devices."""
+    def awaited(self, call: str) -> list[jax.Array]:
+        """The device arrays that a reallocation for `call` has to wait for before it can be dispatched."""
         program = self._programs[call]
-        return not self.mover.same_devices(self._models[program.call.model].params, program.weights)
+        params = self._models[program.call.model].params
+        if not self.mover.waits(params, program.weights):
+            return []
+        return [x for x in params.values() if isinstance(x, jax.Array)]
 
     def make_view(self, call: str) -> dict[str, jax.Array]:
         """Reallocates the model's current weights into the layout of `call`."""
         program = self._programs[call]
         home = self._models[program.call.model]
-        params = self._move(home.params, program.weights, program.stored_type)
+        params = self.mover.move(home.params, program.weights, program.stored_type)
         home.views[_view_key(program)] = View(params, home.version)
         return params
 

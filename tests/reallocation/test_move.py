@@ -55,8 +55,14 @@ def shardings(placement):
 
 
 @pytest.fixture(scope="module")
-def mover():
-    return Mover()
+def movers():
+    """One that reads shards where they lie, as on a CPU, and one that does as with accelerators."""
+    return {shared: Mover(shared_memory=shared) for shared in (True, False)}
+
+
+@pytest.fixture
+def mover(movers):
+    return movers[True]
 
 
 @functools.cache
@@ -86,22 +92,24 @@ def overwriter(layout):
 
 
 def donate(tree):
-    """Writes over a tree's memory and deletes it, as a train call does with its weights.
-
-    A leaf of which jax keeps a host view (from a move through the host) is not deleted: jax copies it instead.
-    """
+    """Writes over a tree's memory and deletes it, as a train call does with its weights. While a move still reads a leaf
+    jax writes elsewhere."""
     jax.block_until_ready(overwriter(tuple((k, x.sharding) for k, x in tree.items()))(tree))
-    assert any(x.is_deleted() for x in tree.values())
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " to ".join(pair))
-def test_there_and_back_bit_for_bit_and_without_sharing_memory(mover, pair):
+@pytest.mark.parametrize(
+    ("shared", "pair"),
+    [(True, pair) for pair in PAIRS] + [(False, pair) for pair in PAIRS[::7]],
+    ids=lambda x: " to ".join(x) if isinstance(x, tuple) else f"shared {x}",
+)
+def test_there_and_back_bit_for_bit_and_without_sharing_memory(movers, shared, pair):
+    mover = movers[shared]
     home, away = (shardings(LAYOUTS[name]) for name in pair)
     wanted = values()
     first = mover.move(values(), home, np.float32)
     same_bits(first, wanted, home)
     second = mover.move(first, away, np.float32)
-    assert not mover.same_devices(first, away) or not pointers(first) & pointers(second)
+    assert not pointers(first) & pointers(second)
     donate(first)
     same_bits(second, wanted, away)
     back = mover.move(second, home, np.float32)
@@ -109,12 +117,13 @@ def test_there_and_back_bit_for_bit_and_without_sharing_memory(mover, pair):
     same_bits(back, wanted, home)
 
 
-@pytest.mark.parametrize(("source", "target"), [
-    ("all data", "all fsdp"), ("all data", "all data"), ("first half", "second half"), ("mixed", "first"), ("fourth", "all data"),
-    ("first half", "first"),
+@pytest.mark.parametrize(("shared", "source", "target"), [
+    (True, "all data", "all fsdp"), (True, "all data", "all data"), (True, "first half", "second half"), (True, "mixed", "first"),
+    (True, "fourth", "all data"), (True, "first half", "first"), (False, "first half", "second half"), (False, "fourth", "all data"),
 ])  # fmt: skip
-def test_a_change_of_type(mover, source, target):
+def test_a_change_of_type(movers, shared, source, target):
     """float32 to bfloat16 rounds as numpy does; bfloat16 to float32 and back loses nothing."""
+    mover = movers[shared]
     home, away = shardings(LAYOUTS[source]), shardings(LAYOUTS[target])
     full = mover.move(values(), home, np.float32)
     half = mover.move(full, away, jnp.bfloat16)
@@ -162,7 +171,6 @@ def test_the_same_devices_in_another_order(mover):
     placement = Placement(fsdp=8)
     home = shardings(placement)
     away = weight_shardings(TABLE, placement, make_mesh(placement, among=devices()[::-1]))
-    assert not mover.same_devices(mover.move(values(), home, np.float32), away)
     moved = mover.move(mover.move(values(), home, np.float32), away, np.float32)
     same_bits(moved, values(), away)
 
@@ -192,3 +200,57 @@ def test_the_fault_that_the_copy_guards_against():
     assert pointers({"x": alias}) <= pointers({"x": source})
     moved = Mover().move({"x": source}, {"x": alias.sharding}, np.float32)
     assert not pointers(moved) & pointers({"x": source})
+
+
+@pytest.mark.parametrize("pair", [("all fsdp", "all tensor"), ("mixed", "last two"), ("first", "second half")])
+def test_a_source_can_be_given_away_at_once_and_for_good(mover, pair):
+    """Large enough that a train step would begin while the move still reads; afterwards nothing holds the source."""
+    home, away = ({"w": shardings(LAYOUTS[name])["both"]} for name in pair)
+    w = np.random.default_rng(1).normal(size=(1024, 2048)).astype(np.float32)
+    for _ in range(5):
+        source = mover.move({"w": w}, home, np.float32)
+        moved = mover.move(source, away, np.float32)
+        donate(source)
+        same_bits(moved, {"w": w}, away)
+    source = mover.move({"w": w}, home, np.float32)
+    jax.block_until_ready(mover.move(source, away, np.float32))
+    donate(source)
+    assert source["w"].is_deleted()
+
+
+def test_a_reshard_that_would_need_much_memory_goes_in_chunks():
+    """XLA gathers all of an array to change the axes that split it; the exchange does not."""
+    table = {"w": Weight((64, 256, 256), (LAYERS, EMBED, MLP), 256)}
+    home, away = (
+        weight_shardings(table, p, make_mesh(p)) for p in (Placement(data=2, fsdp=2, tensor=2), Placement(fsdp=8))
+    )
+    w = np.random.default_rng(1).normal(size=(64, 256, 256)).astype(np.float32)
+    moves = {bound: Mover(bound, shared_memory=False) for bound in (2**30, 2**18)}
+    for mover in moves.values():
+        source = mover.move({"w": w}, home, np.float32)
+        same_bits(mover.move(source, away, np.float32), {"w": w}, away)
+    assert not moves[2**30]._exchanges and moves[2**18]._exchanges
+
+
+@pytest.fixture
+def no_gather(monkeypatch):
+    """jax's way between device sets of different sizes: the whole array in host memory, and from there to the devices."""
+    from jax._src import array
+
+    def gather(*args):
+        raise AssertionError("a move entered the host gather")
+
+    monkeypatch.setattr(array, "shard_sharded_device_array_slow_path", gather)
+
+
+def test_no_move_gathers_on_the_host(no_gather, movers):
+    source = movers[True].move(values(), shardings(LAYOUTS["all fsdp"]), np.float32)
+    with pytest.raises(AssertionError, match="host gather"):
+        jax.device_put(source, shardings(LAYOUTS["first half"]))
+    for pair in PAIRS:
+        home, away = (shardings(LAYOUTS[name]) for name in pair)
+        source = movers[True].move(values(), home, np.float32)
+        jax.block_until_ready(movers[True].move(source, away, np.float32))
+    for home, away in [("mixed", "last two"), ("first", "second half")]:
+        source = movers[False].move(values(), shardings(LAYOUTS[home]), np.float32)
+        jax.block_until_ready(movers[False].move(source, shardings(LAYOUTS[away]), np.float32))

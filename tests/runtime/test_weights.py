@@ -126,7 +126,7 @@ def test_an_offloaded_model_waits_in_host_memory():
     home = store.home("reference")
     assert all(isinstance(x, np.ndarray) for x in home.params.values())
     assert not store.is_home("reference_inference") and not store.has_view("reference_inference")
-    assert store.sources("reference_inference") == []
+    assert store.awaited("reference_inference") == []
     equal(store.make_view("reference_inference"), values())
     assert store.has_view("reference_inference")
     store.release("reference_inference")
@@ -145,11 +145,10 @@ def test_release_leaves_other_views_alone():
 
 
 @pytest.mark.parametrize(
-    ("placement", "moves"),
-    [(Placement(fsdp=2), False), (Placement(data=2), False), (Placement(2, data=2), True), (Placement(data=4), True)],
+    ("placement", "waits"),
+    [(Placement(data=2), True), (Placement(2, fsdp=2), True), (Placement(data=4), True), (Placement(fsdp=2), False)],
 )
-def test_what_leaves_the_devices(placement, moves):
+def test_a_move_that_reads_other_devices_awaits_its_source(placement, waits):
     store = make_store(actor_train=Placement(fsdp=2), actor_generate=placement)
     store.put("actor", values())
-    assert store.moves_devices("actor_generate") is moves
-    assert len(store.sources("actor_generate")) == len(TABLE)
+    assert len(store.awaited("actor_generate")) == (len(TABLE) if waits else 0)
