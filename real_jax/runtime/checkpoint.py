@@ -37,7 +37,7 @@ class Checkpoints:
         if self.latest() == step:
             return
         items: dict[str, Any] = {"meta": ocp.args.JsonSave(dict(meta))}
-        for model in sorted(engine.store.trained):
+        for model in engine.store.trained:
             home = engine.store.home(model)
             for name, tree in ((model, home.params), (f"{model}_optimizer", home.optimizer_state)):
                 items[name] = ocp.args.StandardSave(_settled(tree, engine))
@@ -64,7 +64,7 @@ class Checkpoints:
     def restore(self, step: int, engine: Engine) -> dict[str, Any]:
         """Puts checkpoint `step` into the engine's store, in the layouts of its plan, and returns `meta`."""
         items: dict[str, Any] = {"meta": ocp.args.JsonRestore()}
-        for model in sorted(engine.store.trained):
+        for model in engine.store.trained:
             program = engine.programs[engine.store.home_call[model]]
             for name, shapes in zip((model, f"{model}_optimizer"), program.abstract_state(), strict=True):
                 items[name] = ocp.args.StandardRestore(_restored(shapes))

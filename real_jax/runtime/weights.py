@@ -50,7 +50,7 @@ class WeightStore:
         self._models: dict[str, Home] = {}
         offloads = {name for name, program in programs.items() if program.placement.offload}
         self.home_call = {model: _home_call(graph, model, offloads) for model in graph.models}
-        self.trained = {model for model in graph.models if graph.trains(model)}
+        self.trained = tuple(model for model in graph.models if graph.trains(model))
         self._offloaded = {m for m in graph.models if self.home_call[m] in offloads}
 
     def put(self, model: str, params: dict[str, Any], optimizer_state=None, version: int = 0) -> None:

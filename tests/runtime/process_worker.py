@@ -53,10 +53,17 @@ def main(port: str, processes: int, rank: int, devices: int, plan: str, folder: 
     jax.config.update("jax_platforms", "cpu")
     join(Membership(f"127.0.0.1:{port}", processes, rank), devices)
     prepare_devices(devices)
+    from real_jax.runtime.checkpoint import Checkpoints
     from support import make_build, make_engine, run
 
     engine = make_engine(make_build(), ExecutionPlan("test", PLANS[plan]))
     record = run(engine, iterations=2)
+    # Through a checkpoint, which every process has a part in.
+    checkpoints = Checkpoints(Path(folder) / f"{plan}-{processes}-checkpoints", keep=1)
+    checkpoints.save(2, engine, {"told": "back"})
+    checkpoints.wait()
+    assert checkpoints.restore(2, engine) == {"told": "back"}
+    checkpoints.close()
     weights = engine.fetch(engine.store.home("actor").params)
     engine.close()
     if rank == 0:

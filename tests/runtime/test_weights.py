@@ -45,7 +45,7 @@ def test_a_model_lives_where_it_trains_or_is_first_called():
     assert make_store().home_call == {
         "actor": "actor_train", "critic": "critic_train", "reward": "reward_inference", "reference": "reference_inference"
     }  # fmt: skip
-    assert make_store().trained == {"actor", "critic"}
+    assert make_store().trained == ("actor", "critic")  # in the order of the graph, alike in every process
 
 
 def test_calls_in_the_homes_layout_take_the_home_itself():

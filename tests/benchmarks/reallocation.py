@@ -1,0 +1,350 @@
+"""Reallocation of a tree of 400 MB on 8 virtual devices, against what jax offers by itself.
+
+    python tests/benchmarks/reallocation.py [--json FILE] [--rounds N]
+    python tests/benchmarks/reallocation.py --processes 2 [--json FILE] [--rounds N]
+
+One process: against `jax.device_put` of the whole tree, and a memcpy of the bytes that come out. Two processes of four
+devices: against the usual way out, to gather all arrays in every process and cut out its part there. Each figure is the
+median over rounds in which both take their turn, with fresh sources. Bytes: those that a device takes from another, at
+the narrower of the two types, against the lower bound; between processes, those that the loopback interface counted.
+Memory: the most that the move held beside its result.
+
+Exits 1, in one process: where a move is slower than `device_put` beyond noise (10 %), where fewer than half of those
+whose device sets differ are faster, where bytes are not the lower bound's, or where a move held more than the chunk
+bound; in two processes: where fewer than 3 times fewer bytes go between them, or it is less than twice as fast, on a
+pair whose lower bound leaves room for that.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+from real_jax.reallocation.assembly import Assembly
+from real_jax.reallocation.move import CHUNK_BYTES, Mover
+from real_jax.reallocation.route import route
+from real_jax.reallocation.transfers import plan_transfers
+from real_jax.runtime.joining import Membership, join
+from real_jax.runtime.meshes import make_mesh, prepare_devices
+from real_jax.runtime.shardings import weight_shardings
+from real_jax.spec.arch import Arch, weights
+from real_jax.spec.plan import Placement
+
+DEVICES, NOISE, FEWER, FASTER = 8, 1.1, 3.0, 2.0
+ARCH = Arch(
+    layers=6, d_model=1024, heads=16, kv_heads=8, head_dim=64, d_ff=2816, vocab=32000, context=2048, tied_embeddings=True
+)
+FULL, HALF = np.dtype(np.float32), jnp.dtype(jnp.bfloat16)
+PAIRS = [
+    (Placement(fsdp=8), Placement(tensor=8), FULL),
+    (Placement(data=8), Placement(fsdp=8), FULL),
+    (Placement(fsdp=8), Placement(data=8), FULL),
+    (Placement(data=2, fsdp=2, tensor=2), Placement(tensor=8), FULL),
+    (Placement(fsdp=8), Placement(fsdp=4), FULL),
+    (Placement(tensor=8), Placement(data=2, tensor=2), FULL),
+    (Placement(fsdp=4), Placement(first=4, fsdp=4), FULL),
+    (Placement(fsdp=4), Placement(first=4, tensor=4), FULL),
+    (Placement(tensor=4), Placement(first=4, fsdp=4), FULL),
+    (Placement(fsdp=2), Placement(fsdp=8), FULL),
+    (Placement(tensor=2), Placement(data=2, tensor=4), FULL),
+    (Placement(data=4), Placement(first=4, fsdp=4), FULL),
+    (Placement(data=8), Placement(tensor=8), FULL),
+    (Placement(tensor=8), Placement(), FULL),
+    (Placement(fsdp=8), Placement(tensor=8), HALF),
+    (Placement(fsdp=4), Placement(first=4, tensor=4), HALF),
+    (Placement(fsdp=2), Placement(fsdp=8), HALF),
+]
+
+
+def name_of(p: Placement) -> str:
+    mesh = " ".join(f"{axis} {size}" for axis, size in p.mesh_shape.items() if size > 1) or "one"
+    return f"{mesh} @{p.first}" if p.first else mesh
+
+
+class Pair:
+    """One change of layout, and the means to run it from fresh sources."""
+
+    def __init__(self, before: Placement, after: Placement, dtype):
+        self.before, self.after, self.dtype = before, after, dtype
+        self.table = weights(ARCH, "lm")
+        self.source = weight_shardings(self.table, before, make_mesh(before))
+        self.target = weight_shardings(self.table, after, make_mesh(after))
+        self.bound = plan_transfers(self.table, before, after, min(4, dtype.itemsize), DEVICES // jax.process_count())
+        self._make = jax.jit(
+            lambda seed: {k: jnp.full(w.shape, seed + i, FULL) for i, (k, w) in enumerate(self.table.items())},
+            out_shardings=self.source,
+        )
+        self._rounds = 0
+
+    def fresh(self) -> dict[str, jax.Array]:
+        """Sources that nothing has read."""
+        if not any(d.process_index == jax.process_index() for d in make_mesh(self.before).devices.flat):
+            return {
+                k: jax.make_array_from_single_device_arrays(w.shape, self.source[k], [], dtype=FULL)
+                for k, w in self.table.items()
+            }
+        self._rounds += 1
+        return jax.block_until_ready(self._make(float(self._rounds)))
+
+    @property
+    def name(self) -> str:
+        kind = "" if self.dtype == FULL else f", {self.dtype.name}"
+        return f"{name_of(self.before)} to {name_of(self.after)}{kind}"
+
+    @property
+    def same_devices(self) -> bool:
+        return set(self.before.devices) == set(self.after.devices)
+
+
+def timed(function, pair: Pair) -> float:
+    tree = pair.fresh()
+    gc.collect()
+    start = time.perf_counter()
+    moved = jax.block_until_ready(function(tree))
+    seconds = time.perf_counter() - start
+    del moved
+    return seconds
+
+
+# In one process
+
+
+def put(pair: Pair):
+    def run(tree):
+        moved = jax.device_put(tree, pair.target)
+        return moved if pair.dtype == FULL else {k: x.astype(pair.dtype) for k, x in moved.items()}
+
+    return run
+
+
+def memcpy_seconds(pair: Pair) -> float:
+    """A copy of as many bytes as come out, over memory that is there already."""
+    numbers = sum(s.shard_shape(pair.table[k].shape) and np.prod(s.shard_shape(pair.table[k].shape)) * len(s.device_set)
+                  for k, s in pair.target.items())  # fmt: skip
+    source, target = (np.ones(int(numbers) * pair.dtype.itemsize, np.uint8) for _ in range(2))
+    start = time.perf_counter()
+    np.copyto(target, source)
+    return time.perf_counter() - start
+
+
+def bytes_taken(pair: Pair, tree) -> int:
+    """Bytes that devices take from each other, by the table that the move is compiled from."""
+    assembly, total = Assembly(make_mesh(pair.before), make_mesh(pair.after)), 0
+    for k, x in tree.items():
+        way, cell = route(x.shape, x.sharding, pair.target[k])
+        senders = np.asarray([pair.before.devices[0] + i for i in range(pair.before.count)])[assembly.senders(way)]
+        foreign = int((senders != np.asarray(pair.after.devices)[:, None]).sum())
+        total += foreign * int(np.prod(cell)) * min(4, pair.dtype.itemsize)
+    return total
+
+
+def extra_bytes(pair: Pair, function) -> int:
+    """The most memory that this process has taken during a move, beside what came out of it."""
+    tree = pair.fresh()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    moved = jax.block_until_ready(function(tree))
+    most = resident("VmHWM")
+    made = sum(s.data.nbytes for x in moved.values() for s in x.addressable_shards)
+    return max(most - before - made, 0)
+
+
+def resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+
+def one_process(rounds: int) -> tuple[list[dict], list[str]]:
+    prepare_devices(DEVICES)
+    rows = []
+    for way in PAIRS:
+        pair, mover = Pair(*way), Mover()
+        ours, theirs = (lambda t, p=pair, m=mover: m.move(t, p.target, p.dtype)), put(pair)
+        timed(ours, pair), timed(theirs, pair)
+        times = [(timed(ours, pair), timed(theirs, pair), memcpy_seconds(pair)) for _ in range(rounds)]
+        a, b, copy = (statistics.median(column) for column in zip(*times, strict=True))
+        rows.append(
+            {
+                "pair": pair.name, "same_devices": pair.same_devices, "seconds": a, "device_put_seconds": b,
+                "memcpy_seconds": copy, "device_put_over_ours": statistics.median(y / x for x, y, _ in times),
+                "bytes": bytes_taken(pair, pair.fresh()), "bound": pair.bound.total_bytes,
+                "extra_bytes": extra_bytes(pair, ours), "device_put_extra_bytes": extra_bytes(pair, theirs),
+            }
+        )  # fmt: skip
+        print(f"{len(rows)}/{len(PAIRS)} {pair.name}: {rows[-1]['device_put_over_ours']:.1f}x", file=sys.stderr)
+    missed = [f"slower than device_put: {r['pair']}" for r in rows if r["device_put_over_ours"] < 1 / NOISE]
+    others = [r for r in rows if not r["same_devices"]]
+    if 2 * sum(r["device_put_over_ours"] > 1 for r in others) < len(others):
+        missed.append("faster than device_put on fewer than half of the pairs whose devices differ")
+    missed += [f"bytes are not the lower bound's: {r['pair']}" for r in rows if r["bytes"] != r["bound"]]
+    missed += [f"held more than the chunk bound: {r['pair']}" for r in rows if r["extra_bytes"] > CHUNK_BYTES]
+    return rows, missed
+
+
+# In two
+
+
+def gather_and_slice(pair: Pair):
+    """What one does without a mover: all arrays to every process's host, and each device's part from there."""
+    owners = {d.process_index for d in make_mesh(pair.before).devices.flat}
+    everywhere = len(owners) == jax.process_count()
+
+    def whole(x, k):
+        if everywhere:
+            return multihost_utils.process_allgather(x, tiled=True)
+        (owner,) = owners
+        own = owner == jax.process_index()
+        value = np.asarray(x) if own else np.zeros(pair.table[k].shape, FULL)
+        return multihost_utils.broadcast_one_to_all(value, is_source=own)
+
+    def run(tree):
+        return {
+            k: jax.make_array_from_callback(x.shape, pair.target[k], lambda i, v=v: v[i].astype(pair.dtype), dtype=pair.dtype)
+            for k, x in tree.items()
+            for v in [whole(x, k)]
+        }  # fmt: skip
+
+    return run
+
+
+def loopback_bytes() -> int:
+    line = next(x for x in Path("/proc/net/dev").read_text().splitlines() if x.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[0])
+
+
+def worker(rank: int, processes: int, port: int, rounds: int) -> None:
+    """Times all pairs together with the other processes; the first one prints a row of JSON for each."""
+    jax.config.update("jax_platforms", "cpu")
+    join(Membership(f"127.0.0.1:{port}", processes, rank), DEVICES // processes)
+
+    def together(name: str) -> None:
+        jax._src.distributed.global_state.client.wait_at_barrier(name, 600_000)
+
+    for number, way in enumerate(PAIRS):
+        pair, mover = Pair(*way), Mover()
+        if not pair.bound.bytes_between_nodes:
+            continue
+        ours, theirs = (lambda t, p=pair, m=mover: m.move(t, p.target, p.dtype)), gather_and_slice(pair)
+        seen = {"ours": [], "theirs": []}
+        for turn in range(rounds + 1):
+            for kind, function in (("ours", ours), ("theirs", theirs)):
+                tree = pair.fresh()
+                gc.collect()
+                together(f"{number} {turn} {kind} begin")
+                before, start = loopback_bytes(), time.perf_counter()
+                moved = jax.block_until_ready(function(tree))
+                together(f"{number} {turn} {kind} end")
+                seen[kind].append((time.perf_counter() - start, loopback_bytes() - before))
+                del moved
+        (a, sent), (b, theirs_sent) = ([statistics.median(c) for c in zip(*seen[k][1:], strict=True)] for k in seen)
+        if rank == 0:
+            row = {
+                "pair": pair.name, "seconds": a, "gather_seconds": b, "gather_over_ours": b / a, "bytes": sent,
+                "gather_bytes": theirs_sent, "bound": pair.bound.bytes_between_nodes,
+            }  # fmt: skip
+            print(json.dumps(row), flush=True)
+
+
+def several_processes(processes: int, rounds: int) -> tuple[list[dict], list[str]]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--processes", str(processes), "--rounds", str(rounds), "--worker", str(rank), str(port)],
+            stdout=subprocess.DEVNULL if rank else subprocess.PIPE, stderr=subprocess.PIPE if rank else None, text=True,
+        )
+        for rank in range(processes)
+    ]  # fmt: skip
+    rows = []
+    try:
+        for line in jobs[0].stdout:
+            if line.startswith("{"):
+                rows.append(json.loads(line))
+                print(f"{rows[-1]['pair']}: {rows[-1]['gather_over_ours']:.1f}x", file=sys.stderr)
+        failed = [job.returncode for job in jobs if job.wait(600)]
+    finally:
+        for job in jobs:
+            job.kill()
+    missed = [f"a process ended with {code}" for code in failed]
+    for r in rows:
+        r["room"] = r["gather_bytes"] / r["bound"] >= FEWER
+        if r["room"] and r["gather_bytes"] / r["bytes"] < FEWER:
+            missed.append(f"fewer than {FEWER:g} times fewer bytes: {r['pair']}")
+        if r["room"] and r["gather_over_ours"] < FASTER:
+            missed.append(f"less than {FASTER:g} times as fast: {r['pair']}")
+    return rows, missed
+
+
+def show(rows: list[dict], processes: int) -> Table:
+    mib = 2**20
+    if processes == 1:
+        table = Table(title=f"One process, {DEVICES} devices, {size_mb():.0f} MB of float32")
+        columns = ("ms", "device_put ms", "memcpy ms", "device_put / ours", "MiB moved", "lower bound", "extra MiB", "device_put's")
+        cells = lambda r: (  # noqa: E731
+            f"{1e3 * r['seconds']:.0f}", f"{1e3 * r['device_put_seconds']:.0f}", f"{1e3 * r['memcpy_seconds']:.0f}",
+            f"{r['device_put_over_ours']:.2f}", f"{r['bytes'] / mib:.1f}", f"{r['bound'] / mib:.1f}",
+            f"{r['extra_bytes'] / mib:.0f}", f"{r['device_put_extra_bytes'] / mib:.0f}",
+        )  # fmt: skip
+    else:
+        table = Table(title=f"{processes} processes of {DEVICES // processes} devices, {size_mb():.0f} MB of float32")
+        columns = ("ms", "gather ms", "gather / ours", "MiB between", "lower bound", "gather's", "gather's / ours")
+        cells = lambda r: (  # noqa: E731
+            f"{1e3 * r['seconds']:.0f}", f"{1e3 * r['gather_seconds']:.0f}", f"{r['gather_over_ours']:.2f}",
+            f"{r['bytes'] / mib:.1f}", f"{r['bound'] / mib:.1f}", f"{r['gather_bytes'] / mib:.1f}",
+            f"{r['gather_bytes'] / r['bytes']:.1f}",
+        )  # fmt: skip
+    table.add_column("from one layout to another")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for r in rows:
+        table.add_row(r["pair"], *cells(r))
+    return table
+
+
+def size_mb() -> float:
+    return sum(w.size for w in weights(ARCH, "lm").values()) * 4 / 1e6
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, choices=(1, 2, 4, 8), default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--worker", type=int, nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.worker[0], options.processes, options.worker[1], options.rounds)
+        return 0
+    if options.processes == 1:
+        rows, missed = one_process(options.rounds)
+    else:
+        rows, missed = several_processes(options.processes, options.rounds)
+    console = Console(width=140)
+    console.print(show(rows, options.processes))
+    for text in missed:
+        console.print(f"Missed: {text}", highlight=False)
+    if options.json:
+        options.json.write_text(json.dumps({"rows": rows, "missed": missed}, indent=1) + "\n")
+        console.print(f"Files written: {options.json}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
