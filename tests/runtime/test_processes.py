@@ -41,10 +41,8 @@ def run_job(plan: str, processes: int, folder: Path) -> dict[str, np.ndarray]:
     return dict(np.load(folder / f"{plan}-{processes}.npz"))
 
 
-@pytest.mark.parametrize(
-    "plan, processes",
-    [("relaid", 2), ("apart", 2), ("mixed", 2), pytest.param("mixed", 4, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("plan, processes", [("relaid", 2), ("apart", 2), ("mixed", 2), ("mixed", 4)])
 def test_processes_compute_what_one_computes(plan, processes, tmp_path):
     one, many = run_job(plan, 1, tmp_path), run_job(plan, processes, tmp_path)
     np.testing.assert_array_equal(many["tokens"], one["tokens"])
