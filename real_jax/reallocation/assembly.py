@@ -90,8 +90,8 @@ class Assembly:
         def assemble(seen):
             place, made = jax.lax.axis_index(devices), {}
             for n, shards in seen.items():
-                whole = _together(shards, starts[n], place, routes[n][1], blocks[n])
-                made[n] = whole.reshape(shapes[n]).astype(dtype)
+                whole = _together(shards, starts[n], place, routes[n][1], blocks[n], dtype)
+                made[n] = whole.reshape(shapes[n])
             return made
 
         specs = {n: s.spec for n, s in target.items()}
@@ -114,14 +114,14 @@ def _view(shard: jax.Array) -> np.ndarray:
     return np.atleast_1d(np.asarray(handle))[None]
 
 
-def _together(shards, starts: np.ndarray, place, cell, blocks) -> jax.Array:
+def _together(shards, starts: np.ndarray, place, cell, blocks, dtype) -> jax.Array:
     """The cells of a shard, each cut out of the source shard that has it, in their order: `blocks` in each dimension."""
     parts = []
     for number, x in enumerate(shards):
         x = x[0]
         if x.shape != tuple(cell):
             x = jax.lax.dynamic_slice(x, jnp.asarray(starts[:, number])[place] * np.asarray(cell, np.int32), cell)
-        parts.append(x)
+        parts.append(x.astype(dtype))  # before they lie together, so that the wider type never does
     for dim in reversed(range(len(blocks))):
         parts = [jnp.concatenate(parts[i : i + blocks[dim]], dim) for i in range(0, len(parts), blocks[dim])]
     return parts[0]

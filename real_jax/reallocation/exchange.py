@@ -34,6 +34,25 @@ def in_turn(arrays):
     return arrays
 
 
+def narrower(a, b) -> np.dtype:
+    """The type to send, of the one there is and the one that is wanted."""
+    return min(np.dtype(a), np.dtype(b), key=lambda t: t.itemsize)
+
+
+def to_wire(x: jax.Array) -> jax.Array:
+    """The bits of `x` as numbers that every backend sends as they are: CPUs send half precision in twice its bytes."""
+    if x.dtype == bool:
+        return x.astype(jnp.uint8)
+    if x.dtype.itemsize >= 4:
+        return x
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def from_wire(x: jax.Array, dtype) -> jax.Array:
+    """What `to_wire` was given, of type `dtype`."""
+    return x if x.dtype == dtype else x.astype(bool) if dtype == bool else jax.lax.bitcast_convert_type(x, dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """One of `count` equal parts of every cell of an array, cut along dimension `dim`."""
@@ -80,8 +99,7 @@ class Exchange:
         for way, cells in alike.items():
             names = [name for name, _ in cells]
             moved |= self._empty({n: arrays[n] for n in names}, {n: target[n] for n in names}, dtype)
-            small = min(np.dtype(dtype), next(iter(arrays.values())).dtype, key=lambda t: t.itemsize)
-            small = np.dtype(np.uint8) if small == bool else small  # what every backend can send
+            small = narrower(dtype, next(iter(arrays.values())).dtype)
             for chunk in self._chunks(self.schedule(way), cells, small.itemsize):
                 for number in range(chunk[0].count):
                     self._step(way, chunk, number, arrays, moved, small)
@@ -152,11 +170,11 @@ class Exchange:
         if key not in self._programs:
 
             def exchange(x):
-                parts, first = [], 0
+                parts, first, x = [], 0, to_wire(x)
                 for r in rounds:
                     parts.append(jax.lax.ppermute(x[:, first : first + r.length], _ALL, list(r.messages)))
                     first += r.length
-                return jnp.concatenate(parts, axis=1)
+                return from_wire(jnp.concatenate(parts, axis=1), buffer.dtype)
 
             spec = PartitionSpec(_ALL)
             mapped = jax.shard_map(exchange, mesh=self._mesh, in_specs=spec, out_specs=spec)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from real_jax.reallocation.assembly import Assembly
-from real_jax.reallocation.exchange import Exchange, in_turn
+from real_jax.reallocation.exchange import Exchange, from_wire, in_turn, narrower, to_wire
 from real_jax.reallocation.route import stays
 
 CHUNK_BYTES = 2**28  # of a device, beside the arrays themselves, while they move
@@ -93,11 +93,18 @@ class Mover:
 
             def reallocate(tree):
                 # `copy` keeps an unchanged leaf from coming back as the source itself.
-                return {k: jax.numpy.copy(x).astype(dtype) for k, x in tree.items()}
+                return {k: _reshard(jax.numpy.copy(x), arrays[k].sharding, target[k], dtype) for k, x in tree.items()}
 
             shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in arrays.items()}
             self._programs[key] = jax.jit(reallocate, out_shardings=dict(target)).lower(shapes).compile()
         return self._programs[key]
+
+
+def _reshard(x: jax.Array, source: NamedSharding, target: NamedSharding, dtype) -> jax.Array:
+    """`x` under `target` as `dtype`, in a program; the narrower of the two types is what devices send each other."""
+    narrow = narrower(x.dtype, dtype)
+    sent = jax.lax.with_sharding_constraint(to_wire(x.astype(narrow)), source)
+    return from_wire(jax.lax.with_sharding_constraint(sent, target), narrow).astype(dtype)
 
 
 def _by_meshes(params: Params, target: Shardings) -> dict[tuple[Mesh, Mesh], dict[str, jax.Array]]:

@@ -6,7 +6,8 @@
 One process: against `jax.device_put` of the whole tree, and a memcpy of the bytes that come out. Two processes of four
 devices: against the usual way out, to gather all arrays in every process and cut out its part there. Each figure is the
 median over rounds in which both take their turn, with fresh sources. Bytes: those that a device takes from another, at
-the narrower of the two types, against the lower bound; between processes, those that the loopback interface counted.
+the narrower of the two types, against the lower bound; between processes, what the kernel
+counted on their connections.
 Memory: the most that the move held beside its result.
 
 Exits 1, in one process: where a move is slower than `device_put` beyond noise (10 %), where fewer than half of those
@@ -17,8 +18,10 @@ pair whose lower bound leaves room for that.
 
 import argparse
 import ctypes
+import functools
 import gc
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -30,14 +33,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
 from real_jax.reallocation.assembly import Assembly
 from real_jax.reallocation.move import CHUNK_BYTES, Mover
 from real_jax.reallocation.route import route
-from real_jax.reallocation.transfers import plan_transfers
+from real_jax.reallocation.transfers import Transfers, plan_transfers
 from real_jax.runtime.joining import Membership, join
 from real_jax.runtime.meshes import make_mesh, prepare_devices
 from real_jax.runtime.shardings import weight_shardings
@@ -46,7 +49,15 @@ from real_jax.spec.plan import Placement
 
 DEVICES, NOISE, FEWER, FASTER = 8, 1.1, 3.0, 2.0
 ARCH = Arch(
-    layers=6, d_model=1024, heads=16, kv_heads=8, head_dim=64, d_ff=2816, vocab=32000, context=2048, tied_embeddings=True
+    layers=6,
+    d_model=1024,
+    heads=16,
+    kv_heads=8,
+    head_dim=64,
+    d_ff=2816,
+    vocab=32000,
+    context=2048,
+    tied_embeddings=True,
 )
 FULL, HALF = np.dtype(np.float32), jnp.dtype(jnp.bfloat16)
 PAIRS = [
@@ -76,19 +87,33 @@ def name_of(p: Placement) -> str:
 
 
 class Pair:
-    """One change of layout, and the means to run it from fresh sources."""
+    """One change of layout of the tree, out of float32, and the means to run it from fresh sources."""
 
     def __init__(self, before: Placement, after: Placement, dtype):
         self.before, self.after, self.dtype = before, after, dtype
+        kind = "" if dtype == FULL else f", {dtype.name}"
+        self.name = f"{name_of(before)} to {name_of(after)}{kind}"
+        self.same_devices = set(before.devices) == set(after.devices)
         self.table = weights(ARCH, "lm")
-        self.source = weight_shardings(self.table, before, make_mesh(before))
-        self.target = weight_shardings(self.table, after, make_mesh(after))
-        self.bound = plan_transfers(self.table, before, after, min(4, dtype.itemsize), DEVICES // jax.process_count())
-        self._make = jax.jit(
-            lambda seed: {k: jnp.full(w.shape, seed + i, FULL) for i, (k, w) in enumerate(self.table.items())},
-            out_shardings=self.source,
-        )
         self._rounds = 0
+
+    @functools.cached_property
+    def source(self) -> dict[str, NamedSharding]:
+        return weight_shardings(self.table, self.before, make_mesh(self.before))
+
+    @functools.cached_property
+    def target(self) -> dict[str, NamedSharding]:
+        return weight_shardings(self.table, self.after, make_mesh(self.after))
+
+    @functools.cached_property
+    def bound(self) -> Transfers:
+        itemsize = min(FULL.itemsize, self.dtype.itemsize)
+        return plan_transfers(self.table, self.before, self.after, itemsize, DEVICES // jax.process_count())
+
+    @functools.cached_property
+    def _make(self):
+        fill = lambda seed: {k: jnp.full(w.shape, seed + i, FULL) for i, (k, w) in enumerate(self.table.items())}
+        return jax.jit(fill, out_shardings=self.source)
 
     def fresh(self) -> dict[str, jax.Array]:
         """Sources that nothing has read."""
@@ -98,16 +123,12 @@ class Pair:
                 for k, w in self.table.items()
             }
         self._rounds += 1
-        return jax.block_until_ready(self._make(float(self._rounds)))
+        made = jax.block_until_ready(self._make(float(self._rounds)))
+        return {k: made[k] for k in self.table}  # the same order in all processes
 
-    @property
-    def name(self) -> str:
-        kind = "" if self.dtype == FULL else f", {self.dtype.name}"
-        return f"{name_of(self.before)} to {name_of(self.after)}{kind}"
 
-    @property
-    def same_devices(self) -> bool:
-        return set(self.before.devices) == set(self.after.devices)
+def chosen_pairs(text: str) -> list[Pair]:
+    return [pair for way in PAIRS if text in (pair := Pair(*way)).name]
 
 
 def timed(function, pair: Pair) -> float:
@@ -170,14 +191,17 @@ def resident(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
-def one_process(rounds: int) -> tuple[list[dict], list[str]]:
+def one_process(options) -> tuple[list[dict], list[str]]:
     prepare_devices(DEVICES)
-    rows = []
-    for way in PAIRS:
-        pair, mover = Pair(*way), Mover()
+    rows, pairs = [], chosen_pairs(options.only)
+    for pair in pairs:
+        mover = Mover()
         ours, theirs = (lambda t, p=pair, m=mover: m.move(t, p.target, p.dtype)), put(pair)
         timed(ours, pair), timed(theirs, pair)
-        times = [(timed(ours, pair), timed(theirs, pair), memcpy_seconds(pair)) for _ in range(rounds)]
+        times = []
+        for turn in range(options.rounds):  # whoever goes first finds the caches and the allocator otherwise
+            first, second = (timed(f, pair) for f in ((ours, theirs) if turn % 2 else (theirs, ours)))
+            times.append((*((first, second) if turn % 2 else (second, first)), memcpy_seconds(pair)))
         a, b, copy = (statistics.median(column) for column in zip(*times, strict=True))
         rows.append(
             {
@@ -187,7 +211,7 @@ def one_process(rounds: int) -> tuple[list[dict], list[str]]:
                 "extra_bytes": extra_bytes(pair, ours), "device_put_extra_bytes": extra_bytes(pair, theirs),
             }
         )  # fmt: skip
-        print(f"{len(rows)}/{len(PAIRS)} {pair.name}: {rows[-1]['device_put_over_ours']:.1f}x", file=sys.stderr)
+        print(f"{len(rows)}/{len(pairs)} {pair.name}: {rows[-1]['device_put_over_ours']:.1f}x", file=sys.stderr)
     missed = [f"slower than device_put: {r['pair']}" for r in rows if r["device_put_over_ours"] < 1 / NOISE]
     others = [r for r in rows if not r["same_devices"]]
     if 2 * sum(r["device_put_over_ours"] > 1 for r in others) < len(others):
@@ -201,76 +225,111 @@ def one_process(rounds: int) -> tuple[list[dict], list[str]]:
 
 
 def gather_and_slice(pair: Pair):
-    """What one does without a mover: all arrays to every process's host, and each device's part from there."""
+    """What one does without a mover: all arrays to every process's host, and each device's part from there. As
+    `multihost_utils.process_allgather` does it, both for arrays that all processes have a part of and for those that
+    are in one alone; but it waits for all devices, since between CPUs a collective must not begin before the one before
+    it has ended everywhere."""
     owners = {d.process_index for d in make_mesh(pair.before).devices.flat}
-    everywhere = len(owners) == jax.process_count()
+    grid = np.asarray(jax.devices(), dtype=object).reshape(jax.process_count(), -1)
+    everything, by_process = Mesh(grid, ("processes", "devices")), PartitionSpec("processes")
+    gather = {
+        mesh: jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        for mesh in (everything, make_mesh(pair.before))
+    }
 
-    def whole(x, k):
-        if everywhere:
-            return multihost_utils.process_allgather(x, tiled=True)
-        (owner,) = owners
-        own = owner == jax.process_index()
-        value = np.asarray(x) if own else np.zeros(pair.table[k].shape, FULL)
-        return multihost_utils.broadcast_one_to_all(value, is_source=own)
+    def whole(x) -> np.ndarray:
+        if len(owners) == jax.process_count():
+            return first(gather[x.sharding.mesh](x))
+        own = np.asarray(x) if jax.process_index() in owners else np.zeros(x.shape, FULL)
+        return first(
+            gather[everything](multihost_utils.host_local_array_to_global_array(own[None], everything, by_process))
+        )[min(owners)]
+
+    def first(found: jax.Array) -> np.ndarray:
+        return np.asarray(jax.block_until_ready(found).addressable_data(0))
 
     def run(tree):
-        return {
-            k: jax.make_array_from_callback(x.shape, pair.target[k], lambda i, v=v: v[i].astype(pair.dtype), dtype=pair.dtype)
-            for k, x in tree.items()
-            for v in [whole(x, k)]
-        }  # fmt: skip
+        moved = {}
+        for k, x in tree.items():
+            value, sharding = whole(x), pair.target[k]
+            cut = lambda part, v=value: v[part].astype(pair.dtype)
+            moved[k] = jax.make_array_from_callback(x.shape, sharding, cut, dtype=pair.dtype)
+        return moved
 
     return run
 
 
-def loopback_bytes() -> int:
-    line = next(x for x in Path("/proc/net/dev").read_text().splitlines() if x.strip().startswith("lo:"))
-    return int(line.split(":")[1].split()[0])
+class Traffic:
+    """Bytes that this process has sent to other processes, as the kernel counts them for each of its connections.
+    Its own devices talk to each other by such connections too; those do not count."""
+
+    SENT = slice(200, 208)  # tcpi_bytes_sent of struct tcp_info
+
+    def __call__(self) -> int:
+        sent = {}  # (own port, other's port) -> bytes
+        for link in Path("/proc/self/fd").iterdir():
+            try:
+                if not link.readlink().name.startswith("socket:"):
+                    continue
+                with socket.socket(fileno=os.dup(int(link.name))) as s:
+                    if s.type == socket.SOCK_STREAM and s.family in (socket.AF_INET, socket.AF_INET6):
+                        info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                        sent[s.getsockname()[1], s.getpeername()[1]] = int.from_bytes(info[self.SENT], sys.byteorder)
+            except OSError:  # closed by now, or listening
+                continue
+        return sum(count for (own, other), count in sent.items() if (other, own) not in sent)
 
 
-def worker(rank: int, processes: int, port: int, rounds: int) -> None:
+def worker(rank: int, options) -> None:
     """Times all pairs together with the other processes; the first one prints a row of JSON for each."""
     jax.config.update("jax_platforms", "cpu")
-    join(Membership(f"127.0.0.1:{port}", processes, rank), DEVICES // processes)
+    processes = options.processes
+    join(Membership(f"127.0.0.1:{options.worker[1]}", processes, rank), DEVICES // processes)
+    client, traffic = jax._src.distributed.global_state.client, Traffic()
 
-    def together(name: str) -> None:
-        jax._src.distributed.global_state.client.wait_at_barrier(name, 600_000)
+    def run(function, pair: Pair, name: str) -> tuple[float, int]:
+        tree = pair.fresh()
+        gc.collect()
+        before = traffic()
+        client.wait_at_barrier(f"{name} begins", 600_000)
+        start = time.perf_counter()
+        moved = jax.block_until_ready(function(tree))
+        client.wait_at_barrier(f"{name} ends", 600_000)
+        seconds = time.perf_counter() - start
+        del moved
+        client.key_value_set(f"{name} {rank}", str(traffic() - before))
+        return seconds, sum(int(client.blocking_key_value_get(f"{name} {i}", 600_000)) for i in range(processes))
 
-    for number, way in enumerate(PAIRS):
-        pair, mover = Pair(*way), Mover()
+    for pair in chosen_pairs(options.only):
+        mover = Mover()
         if not pair.bound.bytes_between_nodes:
             continue
-        ours, theirs = (lambda t, p=pair, m=mover: m.move(t, p.target, p.dtype)), gather_and_slice(pair)
-        seen = {"ours": [], "theirs": []}
-        for turn in range(rounds + 1):
-            for kind, function in (("ours", ours), ("theirs", theirs)):
-                tree = pair.fresh()
-                gc.collect()
-                together(f"{number} {turn} {kind} begin")
-                before, start = loopback_bytes(), time.perf_counter()
-                moved = jax.block_until_ready(function(tree))
-                together(f"{number} {turn} {kind} end")
-                seen[kind].append((time.perf_counter() - start, loopback_bytes() - before))
-                del moved
-        (a, sent), (b, theirs_sent) = ([statistics.median(c) for c in zip(*seen[k][1:], strict=True)] for k in seen)
+        ways = {"ours": lambda t, p=pair, m=mover: m.move(t, p.target, p.dtype), "gather": gather_and_slice(pair)}
+        seen = {kind: [] for kind in ways}
+        for turn in range(options.rounds + 1):
+            for kind, function in ways.items():
+                seen[kind].append(run(function, pair, f"{pair.name}: {kind} {turn}"))
+        (a, sent), (b, gathered) = (
+            [statistics.median(c) for c in zip(*rows[1:], strict=True)] for rows in seen.values()
+        )
         if rank == 0:
             row = {
                 "pair": pair.name, "seconds": a, "gather_seconds": b, "gather_over_ours": b / a, "bytes": sent,
-                "gather_bytes": theirs_sent, "bound": pair.bound.bytes_between_nodes,
+                "gather_bytes": gathered, "bound": pair.bound.bytes_between_nodes,
             }  # fmt: skip
             print(json.dumps(row), flush=True)
 
 
-def several_processes(processes: int, rounds: int) -> tuple[list[dict], list[str]]:
+def several_processes(options) -> tuple[list[dict], list[str]]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     jobs = [
         subprocess.Popen(
-            [sys.executable, __file__, "--processes", str(processes), "--rounds", str(rounds), "--worker", str(rank), str(port)],
+            [sys.executable, __file__, *sys.argv[1:], "--worker", str(rank), str(port)],
             stdout=subprocess.DEVNULL if rank else subprocess.PIPE, stderr=subprocess.PIPE if rank else None, text=True,
         )
-        for rank in range(processes)
+        for rank in range(options.processes)
     ]  # fmt: skip
     rows = []
     try:
@@ -296,8 +355,17 @@ def show(rows: list[dict], processes: int) -> Table:
     mib = 2**20
     if processes == 1:
         table = Table(title=f"One process, {DEVICES} devices, {size_mb():.0f} MB of float32")
-        columns = ("ms", "device_put ms", "memcpy ms", "device_put / ours", "MiB moved", "lower bound", "extra MiB", "device_put's")
-        cells = lambda r: (  # noqa: E731
+        columns = (
+            "ms",
+            "device_put ms",
+            "memcpy ms",
+            "device_put / ours",
+            "MiB moved",
+            "lower bound",
+            "extra MiB",
+            "device_put's",
+        )
+        cells = lambda r: (
             f"{1e3 * r['seconds']:.0f}", f"{1e3 * r['device_put_seconds']:.0f}", f"{1e3 * r['memcpy_seconds']:.0f}",
             f"{r['device_put_over_ours']:.2f}", f"{r['bytes'] / mib:.1f}", f"{r['bound'] / mib:.1f}",
             f"{r['extra_bytes'] / mib:.0f}", f"{r['device_put_extra_bytes'] / mib:.0f}",
@@ -305,7 +373,7 @@ def show(rows: list[dict], processes: int) -> Table:
     else:
         table = Table(title=f"{processes} processes of {DEVICES // processes} devices, {size_mb():.0f} MB of float32")
         columns = ("ms", "gather ms", "gather / ours", "MiB between", "lower bound", "gather's", "gather's / ours")
-        cells = lambda r: (  # noqa: E731
+        cells = lambda r: (
             f"{1e3 * r['seconds']:.0f}", f"{1e3 * r['gather_seconds']:.0f}", f"{r['gather_over_ours']:.2f}",
             f"{r['bytes'] / mib:.1f}", f"{r['bound'] / mib:.1f}", f"{r['gather_bytes'] / mib:.1f}",
             f"{r['gather_bytes'] / r['bytes']:.1f}",
@@ -325,17 +393,15 @@ def size_mb() -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, choices=(1, 2, 4, 8), default=1)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", default="", help="pairs whose names hold this text")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--worker", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(options.worker[0], options.processes, options.worker[1], options.rounds)
+        worker(options.worker[0], options)
         return 0
-    if options.processes == 1:
-        rows, missed = one_process(options.rounds)
-    else:
-        rows, missed = several_processes(options.processes, options.rounds)
+    rows, missed = one_process(options) if options.processes == 1 else several_processes(options)
     console = Console(width=140)
     console.print(show(rows, options.processes))
     for text in missed:

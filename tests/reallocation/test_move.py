@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -214,7 +215,11 @@ def test_a_source_can_be_given_away_at_once_and_for_good(mover, pair):
         same_bits(moved, {"w": w}, away)
     source = mover.move({"w": w}, home, np.float32)
     jax.block_until_ready(mover.move(source, away, np.float32))
-    donate(source)
+    for _ in range(100):
+        donate(source)
+        if source["w"].is_deleted():
+            break
+        time.sleep(0.05)  # the runtime lets go of what a program read a moment after its results are there
     assert source["w"].is_deleted()
 
 
