@@ -24,12 +24,13 @@ _SENT, _KEPT = "sent", "kept"
 
 
 def in_turn(arrays):
-    """`arrays`, results of a program that talks to other processes.
+    """`arrays`, results of a program whose devices talk to each other.
 
-    Between CPUs a collective is known by its devices alone, so a second program must not start before the first has
-    ended, or they take each other's messages. Accelerators run programs in the order of their dispatch.
+    Between the CPUs of several processes a collective is known by its devices alone, so a second program must not start
+    before the first has ended, or they take each other's messages; in one, many programs at once can hold all threads
+    and wait for each other. Accelerators run programs in the order of their dispatch.
     """
-    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+    if jax.default_backend() == "cpu":
         jax.block_until_ready(arrays)
     return arrays
 

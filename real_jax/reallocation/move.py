@@ -20,7 +20,9 @@ from real_jax.reallocation.assembly import Assembly
 from real_jax.reallocation.exchange import Exchange, from_wire, in_turn, narrower, to_wire
 from real_jax.reallocation.route import stays
 
-CHUNK_BYTES = 2**28  # of a device, beside the arrays themselves, while they move
+# Memory of a device, beside the arrays themselves, while they move. Accelerators want few large messages; on a host fresh
+# memory costs as much as the copy, and what fits the cache is used again.
+CHUNK_BYTES, HOST_CHUNK_BYTES = 2**28, 2**24
 Params = Mapping[str, jax.Array | np.ndarray]
 Arrays = Mapping[str, jax.Array]
 Shardings = Mapping[str, NamedSharding]
@@ -34,15 +36,17 @@ class Mover:
     the source later is safe.
 
     Args:
-      chunk_bytes: temporary memory of a device, at most.
+      chunk_bytes: temporary memory of a device, at most; None: what suits this backend.
       shared_memory: whether devices can read each other's memory; None: as this backend does.
     """
 
-    def __init__(self, chunk_bytes: int = CHUNK_BYTES, shared_memory: bool | None = None):
+    def __init__(self, chunk_bytes: int | None = None, shared_memory: bool | None = None):
+        if chunk_bytes is None:
+            chunk_bytes = HOST_CHUNK_BYTES if jax.default_backend() == "cpu" else CHUNK_BYTES
         if shared_memory is None:
             shared_memory = jax.process_count() == 1 and jax.default_backend() == "cpu"
         self.shared_memory = shared_memory
-        self._chunk_bytes = chunk_bytes
+        self.chunk_bytes = chunk_bytes
         self._programs: dict = {}
         self._assemblies: dict[tuple[Mesh, Mesh], Assembly] = {}
         self._exchanges: dict[tuple[Mesh, Mesh], Exchange] = {}
@@ -70,17 +74,18 @@ class Mover:
     def _move(self, source: Mesh, destination: Mesh, arrays: Arrays, target: Shardings, dtype) -> dict[str, jax.Array]:
         """`arrays`, all on mesh `source`, on mesh `destination`."""
         if _same_order(source, destination) and _all_stay(arrays, target):
-            return in_turn(self._program(arrays, target, dtype)(arrays))
+            moved = self._program(arrays, target, dtype)(arrays)
+            return in_turn(moved) if jax.process_count() > 1 else moved
         if self.shared_memory:
             if (source, destination) not in self._assemblies:
                 self._assemblies[source, destination] = Assembly(source, destination)
             return self._assemblies[source, destination].move(arrays, target, dtype)
         if _same_order(source, destination):
             program = self._program(arrays, target, dtype)
-            if program.memory_analysis().temp_size_in_bytes <= self._chunk_bytes:
+            if program.memory_analysis().temp_size_in_bytes <= self.chunk_bytes:
                 return in_turn(program(arrays))
         if (source, destination) not in self._exchanges:
-            self._exchanges[source, destination] = Exchange(source, destination, self._chunk_bytes)
+            self._exchanges[source, destination] = Exchange(source, destination, self.chunk_bytes)
         exchange, moved = self._exchanges[source, destination], {}
         for kind in sorted({x.dtype for x in arrays.values()}, key=str):
             alike = {n: x for n, x in arrays.items() if x.dtype == kind}
