@@ -80,7 +80,8 @@ def make_schedule(grid: tuple[int, ...], source: Ranges, destination: Ranges, no
             for receiver in receivers:
                 send(first, near, receiver, cell)
             continue
-        gate = min(receivers, key=lambda d: (load["in", d], d))
+        gate = min(receivers, key=lambda d: (load["gate", d], load["in", d], d))
+        load["gate", gate] += 1
         send(first, holders[cell], gate, cell)
         for receiver in receivers:
             if receiver != gate:
