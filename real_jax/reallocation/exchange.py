@@ -6,6 +6,7 @@ in either mesh takes part; all of them in the same order. What is packed at a ti
 needs little memory beside the result.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -82,6 +83,9 @@ class Exchange:
         self._nodes = [d.id // devices_per_node if devices_per_node else d.process_index for d in devices]
         self._schedules: dict[Route, Schedule] = {}
         self._programs: dict = {}
+        self._blanks: dict[
+            tuple[jax.Device, tuple[int, int]], jax.Array
+        ] = {}  # the zeros of `_wrap`, for all parts of a chunk
 
     def schedule(self, way: Route) -> Schedule:
         if way not in self._schedules:
@@ -104,6 +108,7 @@ class Exchange:
             for chunk in self._chunks(self.schedule(way), cells, small.itemsize):
                 for number in range(chunk[0].count):
                     self._step(way, chunk, number, arrays, moved, small)
+                self._blanks.clear()
         return {name: moved[name] for name in arrays}
 
     def _chunks(self, schedule: Schedule, cells, itemsize: int) -> list[list[Part]]:
@@ -126,35 +131,29 @@ class Exchange:
     def _step(self, way: Route, chunk: list[Part], number: int, arrays, moved: dict, dtype) -> None:
         """Moves part `number` of the arrays in `chunk`; `moved` is brought up to date."""
         names = [part.name for part in chunk]
-        sources = {n: arrays[n] for n in names}
         schedule, offset = self.schedule(way), np.int32(number)
         sends = any(d.process_index == jax.process_index() for d in self.source.devices.flat)
         gets = any(d.process_index == jax.process_index() for d in self.target.devices.flat)
-        kept, sent = max(map(len, schedule.kept.values())), _slots(schedule.first)
-        packed = self._program("pack", way, chunk, sources, dtype)(sources, offset) if sends else {}
         width = sum(math.prod(part.cell) for part in chunk)
-        got = {}
-        if sent:
-            whole = self._wrap(packed.get(_SENT), self.source, self._mesh, (sent, width), dtype)
-            received = self._send(schedule.first, whole)
-            got[_SENT] = self._wrap(received, self._mesh, self.target, (sent, width), dtype)
-        if kept:
+
+        def pack(kind: str, arrays) -> dict[str, jax.Array]:
+            tree = {n: arrays[n] for n in names}
+            return self._program(kind, way, chunk, tree, dtype)(tree, offset)
+
+        def unpack(kind: str, got: dict[str, jax.Array]) -> None:
+            moved.update(self._program(kind, way, chunk, own := {n: moved[n] for n in names}, dtype)(own, got, offset))
+
+        packed = pack("pack", arrays) if sends else {}
+        got = self._send(schedule.first, packed.get(_SENT), self.source, width, dtype)
+        if kept := max(map(len, schedule.kept.values())):
             got[_KEPT] = self._wrap(packed.get(_KEPT), self.source, self.target, (kept, width), dtype)
-        if gets:
-            own = {n: moved[n] for n in names}
-            moved |= self._program("unpack", way, chunk, own, dtype)(own, got, offset)
-        if not schedule.second:
-            return
-        slots, packed = _slots(schedule.second), {}
-        if gets:
-            own = {n: moved[n] for n in names}
-            packed = self._program("pack again", way, chunk, own, dtype)(own, offset)
-        whole = self._wrap(packed.get(_SENT), self.target, self._mesh, (slots, width), dtype)
-        received = self._send(schedule.second, whole)
-        got = {_SENT: self._wrap(received, self._mesh, self.target, (slots, width), dtype)}
-        if gets:
-            own = {n: moved[n] for n in names}
-            moved |= self._program("unpack again", way, chunk, own, dtype)(own, got, offset)
+        if gets and got:
+            unpack("unpack", got)
+        if schedule.second:
+            packed = pack("pack again", moved) if gets else {}
+            got = self._send(schedule.second, packed.get(_SENT), self.target, width, dtype)
+            if gets:
+                unpack("unpack again", got)
 
     def _wrap(self, buffer: jax.Array | None, before: Mesh, after: Mesh, shape: tuple[int, int], dtype) -> jax.Array:
         """The rows that this process's devices have, [devices of `before`, *shape], as an array over `after`; zeros
@@ -162,25 +161,37 @@ class Exchange:
         sharding = NamedSharding(after, PartitionSpec(after.axis_names))
         known = {s.device: s.data for s in buffer.addressable_shards} if buffer is not None else {}
         mine = [d for d in after.devices.flat if d.process_index == jax.process_index()]
-        rows = [known[d] if d in known else jnp.zeros((1, *shape), dtype, device=d) for d in mine]
+        for d in mine:
+            if d not in known and (d, shape) not in self._blanks:
+                self._blanks[d, shape] = jnp.zeros((1, *shape), dtype, device=d)
+        rows = [known[d] if d in known else self._blanks[d, shape] for d in mine]
         return jax.make_array_from_single_device_arrays((after.size, *shape), sharding, rows, dtype=dtype)
 
-    def _send(self, rounds: Sequence[Round], buffer: jax.Array) -> jax.Array:
-        """What the devices receive in all rounds: [devices, slots, width], as `buffer` that they send from."""
-        key = "send", tuple((tuple(r.messages), r.length) for r in rounds), buffer.shape, buffer.dtype
+    def _send(self, rounds: Sequence[Round], packed: jax.Array | None, before: Mesh, width: int, dtype):
+        """What the devices of the target receive of what those of `before` have packed: round -> [devices, slots, width]."""
+        if not rounds:
+            return {}
+        table, starts = _packed(rounds)
+        slots = max(map(len, table.values()))
+        buffer = self._wrap(packed, before, self._mesh, (slots, width), dtype)
+        key = "send", tuple((tuple(r.messages), r.length) for r in rounds), starts.tobytes(), buffer.shape, buffer.dtype
         if key not in self._programs:
 
             def exchange(x):
-                parts, first, x = [], 0, to_wire(x)
-                for r in rounds:
-                    parts.append(jax.lax.ppermute(x[:, first : first + r.length], _ALL, list(r.messages)))
-                    first += r.length
-                return from_wire(jnp.concatenate(parts, axis=1), buffer.dtype)
+                parts, x, place = {}, to_wire(x), jax.lax.axis_index(_ALL)
+                for number, r in enumerate(rounds):
+                    own = jax.lax.dynamic_slice_in_dim(x, jnp.asarray(starts)[number, place], r.length, axis=1)
+                    parts[_round(number)] = from_wire(jax.lax.ppermute(own, _ALL, list(r.messages)), dtype)
+                return parts
 
             spec = PartitionSpec(_ALL)
             mapped = jax.shard_map(exchange, mesh=self._mesh, in_specs=spec, out_specs=spec)
-            self._programs[key] = jax.jit(mapped, donate_argnums=0)
-        return in_turn(self._programs[key](buffer))
+            self._programs[key] = jax.jit(mapped)
+        received = in_turn(self._programs[key](buffer))
+        return {
+            _round(number): self._wrap(received[_round(number)], self._mesh, self.target, (r.length, width), dtype)
+            for number, r in enumerate(rounds)
+        }
 
     def _empty(self, arrays, target: Mapping[str, NamedSharding], dtype) -> dict[str, jax.Array]:
         """Arrays to be filled, on the target mesh."""
@@ -205,7 +216,11 @@ class Exchange:
             mesh, places = (self.source, self._source) if kind == "pack" else (self.target, self._target)
             ranges = dict(zip(places, way.source if kind == "pack" else way.destination, strict=True))
             rounds = schedule.second if again else schedule.first
-            sides = {_SENT: _table(rounds, 0 if make is _pack else 1), _KEPT: {} if again else schedule.kept}
+            sides = {_KEPT: {} if again else schedule.kept}
+            if make is _pack:
+                sides[_SENT] = _packed(rounds)[0] if rounds else {}
+            else:
+                sides |= {_round(i): {to: cells for (_, to), cells in r.messages.items()} for i, r in enumerate(rounds)}
             tables = {what: _starts(side, places, ranges, way.grid) for what, side in sides.items()}
             tables = {what: table for what, table in tables.items() if table.shape[1]}
             specs = {n: x.sharding.spec for n, x in arrays.items()}
@@ -224,15 +239,28 @@ def _cut(name: str, cell: tuple[int, ...], parts: int) -> Part:
     return Part(name, (*cell[:dim], cell[dim] // count, *cell[dim + 1 :]), dim, count)
 
 
-def _table(rounds: Sequence[Round], side: int) -> dict[int, list[int]]:
-    """Device -> the cell it sends (side 0) or receives (1) in each slot of the buffer; -1 for none."""
-    devices = {pair[side] for r in rounds for pair in r.messages}
-    table = {d: [] for d in devices}
+def _round(number: int) -> str:
+    return f"round {number}"
+
+
+def _packed(rounds: Sequence[Round]) -> tuple[dict[int, list[int]], np.ndarray]:
+    """Device -> the cells that it packs, those that go to several only once; and the slot where each round's message
+    begins in it: [rounds, devices], 0 for those that send nothing."""
+    table: dict[int, list[int]] = collections.defaultdict(list)
+    begins = []
     for r in rounds:
-        own = {pair[side]: cells for pair, cells in r.messages.items()}
-        for d in devices:
-            table[d] += own.get(d, [-1] * r.length)
-    return table
+        begins.append({sender: _place_of(cells, table[sender]) for (sender, _), cells in r.messages.items()})
+    last = max(device for r in rounds for pair in r.messages for device in pair)
+    return dict(table), np.asarray([[of.get(d, 0) for d in range(last + 1)] for of in begins], np.int32)
+
+
+def _place_of(cells: tuple[int, ...], packed: list[int]) -> int:
+    """Where `cells` begin in `packed`, to whose end they are added if they are not there."""
+    for start in range(len(packed) - len(cells) + 1):
+        if tuple(packed[start : start + len(cells)]) == cells:
+            return start
+    packed += cells
+    return len(packed) - len(cells)
 
 
 def _starts(side: Mapping[int, Sequence[int]], places: Sequence[int], ranges, grid) -> np.ndarray:

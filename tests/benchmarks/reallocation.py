@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from real_jax.reallocation.assembly import Assembly
-from real_jax.reallocation.move import CHUNK_BYTES, Mover
+from real_jax.reallocation.move import Mover
 from real_jax.reallocation.route import route
 from real_jax.reallocation.transfers import Transfers, plan_transfers
 from real_jax.runtime.joining import Membership, join
@@ -217,7 +217,7 @@ def one_process(options) -> tuple[list[dict], list[str]]:
     if 2 * sum(r["device_put_over_ours"] > 1 for r in others) < len(others):
         missed.append("faster than device_put on fewer than half of the pairs whose devices differ")
     missed += [f"bytes are not the lower bound's: {r['pair']}" for r in rows if r["bytes"] != r["bound"]]
-    missed += [f"held more than the chunk bound: {r['pair']}" for r in rows if r["extra_bytes"] > CHUNK_BYTES]
+    missed += [f"held more than the chunk bound: {r['pair']}" for r in rows if r["extra_bytes"] > DEVICES * Mover().chunk_bytes]
     return rows, missed
 
 
