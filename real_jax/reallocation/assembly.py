@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from real_jax.reallocation.exchange import from_wire, to_wire
 from real_jax.reallocation.route import Route, route
 from real_jax.reallocation.schedule import make_schedule
 
@@ -115,13 +116,18 @@ def _view(shard: jax.Array) -> np.ndarray:
 
 
 def _together(shards, starts: np.ndarray, place, cell, blocks, dtype) -> jax.Array:
-    """The cells of a shard, each cut out of the source shard that has it, in their order: `blocks` in each dimension."""
-    parts = []
-    for number, x in enumerate(shards):
-        x = x[0]
+    """The cells of a shard, each cut out of the source shard that has it, written to their places: `blocks` in each
+    dimension. They are written one after the other since to concatenate them XLA would hold them twice."""
+
+    def cut(number: int) -> jax.Array:
+        x = shards[number][0]
         if x.shape != tuple(cell):
             x = jax.lax.dynamic_slice(x, jnp.asarray(starts[:, number])[place] * np.asarray(cell, np.int32), cell)
-        parts.append(x.astype(dtype))  # before they lie together, so that the wider type never does
-    for dim in reversed(range(len(blocks))):
-        parts = [jnp.concatenate(parts[i : i + blocks[dim]], dim) for i in range(0, len(parts), blocks[dim])]
-    return parts[0]
+        return to_wire(x.astype(dtype))  # half precision is slow to write in place, its bits are not
+
+    if len(shards) == 1:
+        return from_wire(cut(0), dtype)
+    whole = jax.lax.empty(tuple(np.multiply(blocks, cell).tolist()), cut(0).dtype)
+    for number, block in enumerate(np.ndindex(*blocks)):
+        whole = jax.lax.dynamic_update_slice(whole, cut(number), np.multiply(block, cell).astype(np.int32))
+    return from_wire(whole, dtype)
