@@ -32,6 +32,7 @@ LIBRARIES = {
     "reallocation.route": ("jax",),
     "reallocation.assembly": ("numpy", "jax"),
     "reallocation.exchange": ("numpy", "jax"),
+    "reallocation.wire": ("numpy", "jax"),
     "planner": ("numpy",),
     "planner.report": ("numpy", "matplotlib", "rich"),
     "algorithms": ("jax",),

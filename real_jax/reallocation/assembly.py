@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from real_jax.reallocation.exchange import from_wire, to_wire
 from real_jax.reallocation.route import Route, route
 from real_jax.reallocation.schedule import make_schedule
+from real_jax.reallocation.wire import from_wire, to_wire
 
 
 class Assembly:

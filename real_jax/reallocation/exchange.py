@@ -6,7 +6,6 @@ in either mesh takes part; all of them in the same order. What is packed at a ti
 needs little memory beside the result.
 """
 
-import collections
 import dataclasses
 import functools
 import math
@@ -18,41 +17,22 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from real_jax.reallocation.route import Route, route
-from real_jax.reallocation.schedule import Round, Schedule, make_schedule
+from real_jax.reallocation.schedule import Packing, Round, Schedule, make_schedule
+from real_jax.reallocation.wire import from_wire, narrower, to_wire
 
 _ALL = "devices"
 _SENT, _KEPT = "sent", "kept"
 
 
 def in_turn(arrays):
-    """`arrays`, results of a program whose devices talk to each other.
+    """`arrays`, results of a program that talks to other processes.
 
-    Between the CPUs of several processes a collective is known by its devices alone, so a second program must not start
-    before the first has ended, or they take each other's messages; in one, many programs at once can hold all threads
-    and wait for each other. Accelerators run programs in the order of their dispatch.
+    Between CPUs a collective is known by its devices alone, so a second program must not start before the first has
+    ended, or they take each other's messages. Accelerators run programs in the order of their dispatch.
     """
-    if jax.default_backend() == "cpu":
+    if jax.process_count() > 1 and jax.default_backend() == "cpu":
         jax.block_until_ready(arrays)
     return arrays
-
-
-def narrower(a, b) -> np.dtype:
-    """The type to send, of the one there is and the one that is wanted."""
-    return min(np.dtype(a), np.dtype(b), key=lambda t: t.itemsize)
-
-
-def to_wire(x: jax.Array) -> jax.Array:
-    """The bits of `x` as numbers that every backend sends as they are: CPUs send half precision in twice its bytes."""
-    if x.dtype == bool:
-        return x.astype(jnp.uint8)
-    if x.dtype.itemsize >= 4:
-        return x
-    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-
-
-def from_wire(x: jax.Array, dtype) -> jax.Array:
-    """What `to_wire` was given, of type `dtype`."""
-    return x if x.dtype == dtype else x.astype(bool) if dtype == bool else jax.lax.bitcast_convert_type(x, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +63,7 @@ class Exchange:
         self._nodes = [d.id // devices_per_node if devices_per_node else d.process_index for d in devices]
         self._schedules: dict[Route, Schedule] = {}
         self._programs: dict = {}
-        self._blanks: dict[
-            tuple[jax.Device, tuple[int, int]], jax.Array
-        ] = {}  # the zeros of `_wrap`, for all parts of a chunk
+        self._blanks: dict = {}  # the zeros of `_wrap`, for all parts of a chunk
 
     def schedule(self, way: Route) -> Schedule:
         if way not in self._schedules:
@@ -141,17 +119,18 @@ class Exchange:
             return self._program(kind, way, chunk, tree, dtype)(tree, offset)
 
         def unpack(kind: str, got: dict[str, jax.Array]) -> None:
-            moved.update(self._program(kind, way, chunk, own := {n: moved[n] for n in names}, dtype)(own, got, offset))
+            own = {n: moved[n] for n in names}
+            moved.update(self._program(kind, way, chunk, own, dtype)(own, got, offset))
 
         packed = pack("pack", arrays) if sends else {}
-        got = self._send(schedule.first, packed.get(_SENT), self.source, width, dtype)
+        got = self._send(schedule.first_packing, packed.get(_SENT), self.source, width, dtype)
         if kept := max(map(len, schedule.kept.values())):
             got[_KEPT] = self._wrap(packed.get(_KEPT), self.source, self.target, (kept, width), dtype)
         if gets and got:
             unpack("unpack", got)
         if schedule.second:
             packed = pack("pack again", moved) if gets else {}
-            got = self._send(schedule.second, packed.get(_SENT), self.target, width, dtype)
+            got = self._send(schedule.second_packing, packed.get(_SENT), self.target, width, dtype)
             if gets:
                 unpack("unpack again", got)
 
@@ -161,36 +140,42 @@ class Exchange:
         sharding = NamedSharding(after, PartitionSpec(after.axis_names))
         known = {s.device: s.data for s in buffer.addressable_shards} if buffer is not None else {}
         mine = [d for d in after.devices.flat if d.process_index == jax.process_index()]
-        for d in mine:
-            if d not in known and (d, shape) not in self._blanks:
-                self._blanks[d, shape] = jnp.zeros((1, *shape), dtype, device=d)
-        rows = [known[d] if d in known else self._blanks[d, shape] for d in mine]
+        rows = [known[d] if d in known else self._blank(d, shape, dtype) for d in mine]
         return jax.make_array_from_single_device_arrays((after.size, *shape), sharding, rows, dtype=dtype)
 
-    def _send(self, rounds: Sequence[Round], packed: jax.Array | None, before: Mesh, width: int, dtype):
+    def _blank(self, device: jax.Device, shape: tuple[int, int], dtype) -> jax.Array:
+        key = device, shape, dtype
+        if key not in self._blanks:
+            self._blanks[key] = jnp.zeros((1, *shape), dtype, device=device)
+        return self._blanks[key]
+
+    def _send(self, packing: Packing, packed: jax.Array | None, before: Mesh, width: int, dtype):
         """What the devices of the target receive of what those of `before` have packed: round -> [devices, slots, width]."""
-        if not rounds:
+        if not packing.messages:
             return {}
-        table, starts = _packed(rounds)
-        slots = max(map(len, table.values()))
-        buffer = self._wrap(packed, before, self._mesh, (slots, width), dtype)
-        key = "send", tuple((tuple(r.messages), r.length) for r in rounds), starts.tobytes(), buffer.shape, buffer.dtype
+        buffer = self._wrap(packed, before, self._mesh, (packing.slots, width), dtype)
+        key = "send", packing, buffer.shape, buffer.dtype
         if key not in self._programs:
+            starts = np.zeros((len(packing.messages), self._mesh.size), np.int32)
+            for own, messages, begins in zip(starts, packing.messages, packing.starts, strict=True):
+                own[[sender for sender, _ in messages]] = begins
 
             def exchange(x):
                 parts, x, place = {}, to_wire(x), jax.lax.axis_index(_ALL)
-                for number, r in enumerate(rounds):
-                    own = jax.lax.dynamic_slice_in_dim(x, jnp.asarray(starts)[number, place], r.length, axis=1)
-                    parts[_round(number)] = from_wire(jax.lax.ppermute(own, _ALL, list(r.messages)), dtype)
+                for number, (messages, length) in enumerate(zip(packing.messages, packing.lengths, strict=True)):
+                    own = jax.lax.dynamic_slice_in_dim(x, jnp.asarray(starts)[number, place], length, axis=1)
+                    parts[_round(number)] = from_wire(jax.lax.ppermute(own, _ALL, list(messages)), dtype)
                 return parts
 
             spec = PartitionSpec(_ALL)
             mapped = jax.shard_map(exchange, mesh=self._mesh, in_specs=spec, out_specs=spec)
             self._programs[key] = jax.jit(mapped)
-        received = in_turn(self._programs[key](buffer))
+        received = self._programs[key](buffer)
+        if jax.default_backend() == "cpu":  # the sends of many parts at once hold all threads and wait for each other
+            jax.block_until_ready(received)
         return {
-            _round(number): self._wrap(received[_round(number)], self._mesh, self.target, (r.length, width), dtype)
-            for number, r in enumerate(rounds)
+            _round(number): self._wrap(received[_round(number)], self._mesh, self.target, (length, width), dtype)
+            for number, length in enumerate(packing.lengths)
         }
 
     def _empty(self, arrays, target: Mapping[str, NamedSharding], dtype) -> dict[str, jax.Array]:
@@ -218,7 +203,7 @@ class Exchange:
             rounds = schedule.second if again else schedule.first
             sides = {_KEPT: {} if again else schedule.kept}
             if make is _pack:
-                sides[_SENT] = _packed(rounds)[0] if rounds else {}
+                sides[_SENT] = dict((schedule.second_packing if again else schedule.first_packing).cells)
             else:
                 sides |= {_round(i): {to: cells for (_, to), cells in r.messages.items()} for i, r in enumerate(rounds)}
             tables = {what: _starts(side, places, ranges, way.grid) for what, side in sides.items()}
@@ -243,26 +228,6 @@ def _round(number: int) -> str:
     return f"round {number}"
 
 
-def _packed(rounds: Sequence[Round]) -> tuple[dict[int, list[int]], np.ndarray]:
-    """Device -> the cells that it packs, those that go to several only once; and the slot where each round's message
-    begins in it: [rounds, devices], 0 for those that send nothing."""
-    table: dict[int, list[int]] = collections.defaultdict(list)
-    begins = []
-    for r in rounds:
-        begins.append({sender: _place_of(cells, table[sender]) for (sender, _), cells in r.messages.items()})
-    last = max(device for r in rounds for pair in r.messages for device in pair)
-    return dict(table), np.asarray([[of.get(d, 0) for d in range(last + 1)] for of in begins], np.int32)
-
-
-def _place_of(cells: tuple[int, ...], packed: list[int]) -> int:
-    """Where `cells` begin in `packed`, to whose end they are added if they are not there."""
-    for start in range(len(packed) - len(cells) + 1):
-        if tuple(packed[start : start + len(cells)]) == cells:
-            return start
-    packed += cells
-    return len(packed) - len(cells)
-
-
 def _starts(side: Mapping[int, Sequence[int]], places: Sequence[int], ranges, grid) -> np.ndarray:
     """Where each cell of `side` begins in its device's shard, in cells; negative for none: [devices, slots, dims]."""
     slots = max(map(len, side.values()), default=0)
@@ -270,8 +235,7 @@ def _starts(side: Mapping[int, Sequence[int]], places: Sequence[int], ranges, gr
     for row, place in enumerate(places):
         low = np.asarray([a for a, _ in ranges[place]], np.int32)
         for slot, cell in enumerate(side.get(place, ())):
-            if cell >= 0:
-                starts[row, slot] = np.asarray(np.unravel_index(cell, grid), np.int32) - low
+            starts[row, slot] = np.asarray(np.unravel_index(cell, grid), np.int32) - low
     return starts
 
 

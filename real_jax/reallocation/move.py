@@ -17,8 +17,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from real_jax.reallocation.assembly import Assembly
-from real_jax.reallocation.exchange import Exchange, from_wire, in_turn, narrower, to_wire
+from real_jax.reallocation.exchange import Exchange, in_turn
 from real_jax.reallocation.route import stays
+from real_jax.reallocation.wire import from_wire, narrower, to_wire
 
 # Memory of a device, beside the arrays themselves, while they move. Accelerators want few large messages; on a host fresh
 # memory costs as much as the copy, and what fits the cache is used again.
@@ -74,8 +75,7 @@ class Mover:
     def _move(self, source: Mesh, destination: Mesh, arrays: Arrays, target: Shardings, dtype) -> dict[str, jax.Array]:
         """`arrays`, all on mesh `source`, on mesh `destination`."""
         if _same_order(source, destination) and _all_stay(arrays, target):
-            moved = self._program(arrays, target, dtype)(arrays)
-            return in_turn(moved) if jax.process_count() > 1 else moved
+            return in_turn(self._program(arrays, target, dtype)(arrays))
         if self.shared_memory:
             if (source, destination) not in self._assemblies:
                 self._assemblies[source, destination] = Assembly(source, destination)

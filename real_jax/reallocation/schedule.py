@@ -7,6 +7,7 @@ that want it, which then passes it on. So what is sent is what `transfers.plan_t
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -29,6 +30,28 @@ class Round:
 
 
 @dataclasses.dataclass(frozen=True)
+class Packing:
+    """How devices lay out what they send in some rounds. A cell that goes to several is packed once.
+
+    Attributes:
+      messages: of each round, its (sender, receiver) pairs.
+      lengths: of each round, the cells of a message.
+      starts: of each round, where each of its messages begins among the cells that its sender packs.
+      cells: (device, the cells that it packs), of all senders.
+    """
+
+    messages: tuple[tuple[tuple[int, int], ...], ...]
+    lengths: tuple[int, ...]
+    starts: tuple[tuple[int, ...], ...]
+    cells: tuple[tuple[int, tuple[int, ...]], ...]
+
+    @property
+    def slots(self) -> int:
+        """Cells of the largest of what the senders pack."""
+        return max((len(cells) for _, cells in self.cells), default=0)
+
+
+@dataclasses.dataclass(frozen=True)
 class Schedule:
     """Attributes:
     kept: device -> cells that it holds before and after.
@@ -39,6 +62,14 @@ class Schedule:
     kept: Mapping[int, tuple[int, ...]]
     first: tuple[Round, ...]
     second: tuple[Round, ...]
+
+    @functools.cached_property
+    def first_packing(self) -> Packing:
+        return pack(self.first)
+
+    @functools.cached_property
+    def second_packing(self) -> Packing:
+        return pack(self.second)
 
 
 def cell_shape(source: Iterable[int], destination: Iterable[int]) -> tuple[int, ...]:
@@ -119,3 +150,24 @@ def _rounds(edges: Edges) -> tuple[Round, ...]:
         left = {pair: cells[length:] if pair in chosen else cells for pair, cells in left.items()}
         left = {pair: cells for pair, cells in left.items() if cells}
     return tuple(rounds)
+
+
+def pack(rounds: tuple[Round, ...]) -> Packing:
+    """What the senders of `rounds` pack, each in one piece for all of its messages."""
+    packed: dict[int, list[int]] = collections.defaultdict(list)
+    starts = tuple(tuple(_place_of(cells, packed[d]) for (d, _), cells in r.messages.items()) for r in rounds)
+    return Packing(
+        tuple(tuple(r.messages) for r in rounds),
+        tuple(r.length for r in rounds),
+        starts,
+        tuple((d, tuple(cells)) for d, cells in packed.items()),
+    )
+
+
+def _place_of(cells: tuple[int, ...], packed: list[int]) -> int:
+    """Where `cells` begin in `packed`, to whose end they are added if they are not there."""
+    for start in range(len(packed) - len(cells) + 1):
+        if tuple(packed[start : start + len(cells)]) == cells:
+            return start
+    packed += cells
+    return len(packed) - len(cells)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from real_jax.reallocation.exchange import Exchange
+from real_jax.reallocation.exchange import Exchange, in_turn
 from real_jax.reallocation.route import route
 from real_jax.reallocation.transfers import plan_transfers
 from real_jax.runtime.meshes import make_mesh
@@ -113,6 +113,32 @@ def test_senders_have_what_they_send(before, after):
             for (_, receiver), sent in r.messages.items():
                 has[receiver] |= set(sent)
         assert has == wanted
+
+
+def test_a_device_packs_a_cell_once_and_all_of_a_node_are_gates():
+    """Each device of two nodes has an eighth, and all want all of it."""
+    before, after = Placement(fsdp=8), Placement(data=8)
+    _, arrays = tree(before)
+    target = weight_shardings(TABLE, after, make_mesh(after))
+    x = arrays["norm"]
+    way, _ = route(x.shape, x.sharding, target["norm"])
+    schedule = exchange_of(before, after, devices_per_node=4).schedule(way)
+    assert dict(schedule.first_packing.cells) == {d: (d,) for d in range(8)}
+    assert sorted(schedule.second_packing.cells) == [(d, ((d + 4) % 8,)) for d in range(8)]
+    assert schedule.first_packing.slots == schedule.second_packing.slots == 1
+
+
+def test_programs_of_one_process_are_not_waited_for(monkeypatch):
+    """Calls on other devices run meanwhile."""
+
+    def wait(arrays):
+        raise AssertionError("waited")
+
+    monkeypatch.setattr(jax, "block_until_ready", wait)
+    assert in_turn("results") == "results"
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(AssertionError, match="waited"):
+        in_turn("results")
 
 
 @pytest.mark.parametrize("before, after", [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)])
