@@ -88,7 +88,7 @@ def moved(shape: Placement, cluster: Cluster, offload: bool = False) -> list[Pla
 def may_offload(call: str, graph: Graph) -> bool:
     """Whether `call` may be placed with `offload`: it is the only one of a frozen model."""
     model = graph.call(call).model
-    return bool(model) and not graph.trains(model) and sum(c.model == model for c in graph.calls) == 1
+    return bool(model) and not graph.changes(model) and sum(c.model == model for c in graph.calls) == 1
 
 
 def _products(count: int) -> Iterator[tuple[int, int, int]]:

@@ -32,11 +32,16 @@ class Holding:
     bytes: int
 
 
-def home(model: str, graph: Graph, plan: ExecutionPlan) -> Placement:
-    """The layout in which `model` lives: that of its last train call; where it is frozen, of its first call."""
+def home_call(model: str, graph: Graph) -> str:
+    """The call in whose layout `model` lives: its last train call; where it has none, its first call."""
     calls = [c for c in graph.order if c.model == model]
     trains = [c for c in calls if c.kind == "train"]
-    return plan[(trains[-1:] or calls)[0].name].layout
+    return (trains[-1:] or calls)[0].name
+
+
+def home(model: str, graph: Graph, plan: ExecutionPlan) -> Placement:
+    """The layout in which `model` lives."""
+    return plan[home_call(model, graph)].layout
 
 
 def is_offloaded(model: str, graph: Graph, plan: ExecutionPlan) -> bool:
@@ -59,7 +64,8 @@ def resident(plan: ExecutionPlan, graph: Graph, work: Workload) -> list[Holding]
 
     A trained model holds float32 parameters and Adam's two moments wherever it trains, and one copy in the compute
     type per other layout that it is called in (also per train layout, where the compute type is not float32 and a
-    call other than the train call runs there). A frozen model holds one copy per layout, and none while it is offloaded.
+    call other than the train call runs there). A frozen model holds one copy per layout, and none while it is offloaded;
+    a moving average holds a float32 copy in its home besides, where that is not the copy of a call.
     """
     held = []
     for model in graph.models:
@@ -68,11 +74,15 @@ def resident(plan: ExecutionPlan, graph: Graph, work: Workload) -> list[Holding]
         calls = [c for c in graph.order if c.model == model]
         trains = dict.fromkeys(plan[c.name].layout for c in calls if c.kind == "train")
         views = dict.fromkeys(plan[c.name].layout for c in calls if c.kind != "train")
+        masters = list(trains)
+        if graph.average(model):
+            masters = [home(model, graph, plan)]
+            held.append(Holding(f"moving average of {model}", masters[0], model_shard_bytes(model, work, masters[0], MASTER_BYTES)))
         for layout in trains:
             name = f"parameters and optimizer state of {model}"
             held.append(Holding(name, layout, model_shard_bytes(model, work, layout, STATE_BYTES)))
         for layout in views:
-            if layout not in trains or work.compute_bytes != MASTER_BYTES:
+            if layout not in masters or work.compute_bytes != MASTER_BYTES:
                 name = f"parameters of {model}"
                 held.append(Holding(name, layout, model_shard_bytes(model, work, layout, work.compute_bytes)))
     return held

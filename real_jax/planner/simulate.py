@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 
-from real_jax.planner.memory import MASTER_BYTES, STATE_BYTES, home, is_offloaded, model_shard_bytes
+from real_jax.planner.memory import MASTER_BYTES, STATE_BYTES, home, home_call, is_offloaded, model_shard_bytes
 from real_jax.reallocation.transfers import plan_transfers, transfer_seconds
 from real_jax.spec import arch as arch_lib
 from real_jax.spec.arch import Arch, Head
@@ -86,7 +86,8 @@ def simulate(
 
     A reallocation stands before a call whose layout (and type) does not hold the newest weights of its model: a trained
     model's views go stale with each of its train calls, a frozen model moves once, in iteration 0. It occupies both
-    meshes. An offloaded model is read from host memory before each of its calls. Data transfers are taken as free unless
+    meshes. A moving average is brought up to date before its first call after the model that it follows has trained, by
+    moving that one's float32 weights. An offloaded model is read from host memory before each of its calls. Data transfers are taken as free unless
     `data_seconds` prices them; they then delay their target without occupying a device.
 
     Where devices share `cluster.shared_cores` cores, a node wants as many cores as it has devices (a host call one), at
@@ -136,9 +137,10 @@ class _Builder:
         self.ran: dict[tuple[str, int], int] = {}  # (call, iteration) -> its node
         self.offloaded = {m for m in graph.models if is_offloaded(m, graph, plan)}
         self.newest = {m: home(m, graph, plan) for m in graph.models}  # the layout that the newest weights come from
+        self.behind: dict[str, int] = {}  # moving average -> the newest training of the model that it follows
         # For each model, the (layout, bytes of a number) that hold its newest weights -> the node that brought them.
         self.fresh: dict[str, dict[tuple[Placement, int], int | None]] = {
-            m: {(self.newest[m], MASTER_BYTES if graph.trains(m) else work.compute_bytes): None} for m in graph.models
+            m: {(self.newest[m], MASTER_BYTES if graph.changes(m) else work.compute_bytes): None} for m in graph.models
         }
 
     def build(self, iterations: int) -> "_Builder":
@@ -165,6 +167,7 @@ class _Builder:
         if call.kind == "train":
             self.newest[call.model] = placement.layout
             self.fresh[call.model] = {(placement.layout, MASTER_BYTES): index}
+            self.behind |= {a.target: index for a in self.graph.averages if a.source == call.model}
 
     def _weights(self, call: Call, placement: Placement, iteration: int) -> int | None:
         """The node after which `placement` holds the newest weights; adds one where it does not hold them yet."""
@@ -176,6 +179,8 @@ class _Builder:
             link = self.cluster.host_link
             seconds = volume / (link.gb_per_s * 1e9) + link.latency_us * 1e-6
             return self._add(name, "reallocation", iteration, _mask(layout), layout.count, seconds, [])
+        if model in self.behind:
+            self._catch_up(model, iteration)
         fresh, trains = self.fresh[model], call.kind == "train"
         key = (layout, MASTER_BYTES if trains else itemsize)
         if key not in fresh:
@@ -187,9 +192,21 @@ class _Builder:
             archs, heads = self.work.archs, self.work.heads
             moved = STATE_BYTES if trains else itemsize
             seconds = reallocation_seconds(archs[model], heads[model], source, layout, moved, self.cluster)
-            busy, once = _mask(source) | _mask(layout), not self.graph.trains(model)
+            busy, once = _mask(source) | _mask(layout), not self.graph.changes(model)
             fresh[key] = self._add(name, "reallocation", iteration, busy, busy.bit_count(), seconds, [made], once)
         return fresh[key]
+
+    def _catch_up(self, model: str, iteration: int) -> None:
+        """Adds the node that brings a moving average up to date; it is in its home layout then, and nowhere else."""
+        followed, made, own = self.graph.average(model).source, self.behind.pop(model), self.newest[model]
+        source = self.newest[followed]
+        if not source.same_devices(own):
+            self.steps[-1].crossing.add(made)
+        arch, head = self.work.archs[model], self.work.heads[model]
+        seconds = reallocation_seconds(arch, head, source, own, MASTER_BYTES, self.cluster)
+        busy, name = _mask(source) | _mask(own), f"{followed} to {home_call(model, self.graph)}"
+        node = self._add(name, "reallocation", iteration, busy, busy.bit_count(), seconds, [made])
+        self.fresh[model] = {(own, MASTER_BYTES): node}
 
     def _arrival(self, edge: Edge, call: Call, iteration: int) -> int:
         """The node after which the data of `edge` are where its target runs."""

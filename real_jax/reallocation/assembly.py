@@ -116,17 +116,19 @@ def _view(shard: jax.Array) -> np.ndarray:
 
 
 def _together(shards, starts: np.ndarray, place, cell, blocks, dtype) -> jax.Array:
-    """The cells of a shard, each cut out of the source shard that has it, written to their places: `blocks` in each
-    dimension. They are written one after the other since to concatenate them XLA would hold them twice."""
+    """The cells of a shard, each cut out of the source shard that has it: `blocks` in each dimension."""
+    if len(shards) > 1 and max(blocks) == len(shards) and all((x.shape[1:], x.dtype) == (cell, dtype) for x in shards):
+        return jnp.concatenate([x[0] for x in shards], blocks.index(len(shards)))  # whole source shards in a row
 
     def cut(number: int) -> jax.Array:
         x = shards[number][0]
-        if x.shape != tuple(cell):
+        if x.shape != cell:
             x = jax.lax.dynamic_slice(x, jnp.asarray(starts[:, number])[place] * np.asarray(cell, np.int32), cell)
         return to_wire(x.astype(dtype))  # half precision is slow to write in place, its bits are not
 
     if len(shards) == 1:
         return from_wire(cut(0), dtype)
+    # XLA would hold cut cells a second time to concatenate them; one after the other is written to its place.
     whole = jax.lax.empty(tuple(np.multiply(blocks, cell).tolist()), cut(0).dtype)
     for number, block in enumerate(np.ndindex(*blocks)):
         whole = jax.lax.dynamic_update_slice(whole, cut(number), np.multiply(block, cell).astype(np.int32))

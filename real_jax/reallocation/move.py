@@ -3,6 +3,7 @@
 Mover picks the way by what it costs, for all arrays that go from one mesh to another together:
 
   nothing crosses    one compiled program; each device cuts its part out of what it has
+  whole shards       plain copies, where one process has all devices and each shard goes as it is from one to another
   shared memory      `assembly`: each device reads the others' shards where they lie and copies every byte once
   same devices       one compiled reshard, where its temporary memory fits the bound
   otherwise          `exchange`: compiled collectives over both meshes, in chunks of bounded size
@@ -18,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from real_jax.reallocation.assembly import Assembly
 from real_jax.reallocation.exchange import Exchange, in_turn
-from real_jax.reallocation.route import stays
+from real_jax.reallocation.route import route, stays
 from real_jax.reallocation.wire import from_wire, narrower, to_wire
 
 # Memory of a device, beside the arrays themselves, while they move. Accelerators want few large messages; on a host fresh
@@ -76,6 +77,11 @@ class Mover:
         """`arrays`, all on mesh `source`, on mesh `destination`."""
         if _same_order(source, destination) and _all_stay(arrays, target):
             return in_turn(self._program(arrays, target, dtype)(arrays))
+        whole = {n: x for n, x in arrays.items() if _goes_whole(x, target[n], dtype)}
+        if whole:
+            copies = jax.device_put(whole, {n: target[n] for n in whole})
+            rest = {n: x for n, x in arrays.items() if n not in whole}
+            return copies | (self._move(source, destination, rest, target, dtype) if rest else {})
         if self.shared_memory:
             if (source, destination) not in self._assemblies:
                 self._assemblies[source, destination] = Assembly(source, destination)
@@ -138,6 +144,16 @@ def _same_order(source: Mesh, destination: Mesh) -> bool:
 
 def _all_stay(arrays: Arrays, target: Shardings) -> bool:
     return all(stays(x.shape, x.sharding, target[n]) for n, x in arrays.items())
+
+
+def _goes_whole(x: jax.Array, target: NamedSharding, dtype) -> bool:
+    """Whether each shard of `x` goes to one other device as it is. No device may keep its place: device_put would leave
+    the source's own memory there."""
+    before, after = x.sharding.mesh.devices.ravel(), target.mesh.devices.ravel()
+    if jax.process_count() > 1 or x.dtype != dtype or before.size != after.size or (before == after).any():
+        return False
+    way, _ = route(x.shape, x.sharding, target)
+    return way.source == way.destination
 
 
 def _is_local(mesh: Mesh) -> bool:

@@ -33,12 +33,14 @@ class Home:
       optimizer_state: of a trained model.
       version: counts the updates.
       views: layout key -> view.
+      behind: of a moving average: whether the model that it follows has been trained since.
     """
 
     params: dict[str, Any]
     optimizer_state: Any = None
     version: int = 0
     views: dict[Any, View] = dataclasses.field(default_factory=dict)
+    behind: bool = False
 
 
 class WeightStore:
@@ -50,14 +52,16 @@ class WeightStore:
         self._models: dict[str, Home] = {}
         offloads = {name for name, program in programs.items() if program.placement.offload}
         self.home_call = {model: _home_call(graph, model, offloads) for model in graph.models}
+        self._graph = graph
         self.trained = tuple(model for model in graph.models if graph.trains(model))
+        self.averages = tuple(model for model in graph.models if graph.average(model))
         self._offloaded = {m for m in graph.models if self.home_call[m] in offloads}
 
     def put(self, model: str, params: dict[str, Any], optimizer_state=None, version: int = 0) -> None:
         """Takes a copy of `params`, arrays of the host or of devices, as the model's home weights, in the home call's
         layout."""
         program = self._programs[self.home_call[model]]
-        dtype = np.dtype(program.stored_type)
+        dtype = self.home_type(model)
         if model in self._offloaded:
             home = {k: x.astype(dtype) for k, x in on_every_host(params, self.mover).items()}
         else:
@@ -78,34 +82,63 @@ class WeightStore:
         return move_tree(state, shardings, self.mover)
 
     def home(self, model: str) -> Home:
+        """The model's own weights; an average is brought up to date first."""
+        self.catch_up(model)
         return self._models[model]
+
+    def home_type(self, model: str) -> np.dtype:
+        """Of what changes, float32: the compute type might lose small steps."""
+        return np.dtype(np.float32 if self._graph.changes(model) else self._programs[self.home_call[model]].stored_type)
 
     def is_home(self, call: str) -> bool:
         """Whether `call` takes its model's home weights as they are."""
         program = self._programs[call]
         own = self._programs[self.home_call[program.call.model]]
-        same = program.placement.layout == own.placement.layout and program.stored_type == own.stored_type
+        same = program.placement.layout == own.placement.layout
+        same &= np.dtype(program.stored_type) == self.home_type(program.call.model)
         return same and program.call.model not in self._offloaded
 
     def has_view(self, call: str) -> bool:
         """Whether the weights for `call` exist in its layout and are current."""
         program = self._programs[call]
         home = self._models[program.call.model]
+        if home.behind:
+            return False
         view = home.views.get(_view_key(program))
         return self.is_home(call) or (view is not None and view.version == home.version)
 
     def awaited(self, call: str) -> list[jax.Array]:
         """The device arrays that a reallocation for `call` has to wait for before it can be dispatched."""
         program = self._programs[call]
-        params = self._models[program.call.model].params
-        if not self.mover.waits(params, program.weights):
-            return []
-        return [x for x in params.values() if isinstance(x, jax.Array)]
+        home = self._models[program.call.model]
+        steps = [(home.params, program.weights)]
+        if home.behind:
+            own = self._programs[self.home_call[program.call.model]].weights
+            steps = [(self._models[self.follows(program.call.model)].params, own)]
+        return [x for params, wanted in steps if self.mover.waits(params, wanted)
+                for x in params.values() if isinstance(x, jax.Array)]
+
+    def follows(self, model: str) -> str:
+        """The model of whose weights `model` is a moving average."""
+        return self._graph.average(model).source
+
+    def is_behind(self, model: str) -> bool:
+        return self._models[model].behind
+
+    def catch_up(self, model: str) -> None:
+        """Brings a moving average up to date; nothing happens to any other model."""
+        home = self._models[model]
+        if not home.behind:
+            return
+        average = self._graph.average(model)
+        home.params = self.mover.average(home.params, self._models[average.source].params, average.eta)
+        home.views.clear()
+        home.version, home.behind = home.version + 1, False
 
     def make_view(self, call: str) -> dict[str, jax.Array]:
         """Reallocates the model's current weights into the layout of `call`."""
         program = self._programs[call]
-        home = self._models[program.call.model]
+        home = self.home(program.call.model)
         params = self.mover.move(home.params, program.weights, program.stored_type)
         home.views[_view_key(program)] = View(params, home.version)
         return params
@@ -113,7 +146,7 @@ class WeightStore:
     def params_for(self, call: str) -> dict[str, jax.Array]:
         """The weights for `call`. Raises StaleView where the view in its layout is older than the model."""
         program = self._programs[call]
-        home = self._models[program.call.model]
+        home = self.home(program.call.model)
         if self.is_home(call):
             return home.params
         view = home.views[_view_key(program)]
@@ -135,6 +168,9 @@ class WeightStore:
         home = self._models[model]
         home.views.clear()
         home.params, home.optimizer_state, home.version = params, optimizer_state, home.version + 1
+        for average in self._graph.averages:
+            if average.source == model:
+                self._models[average.target].behind = True
 
 
 def _home_call(graph: Graph, model: str, offloads: set[str]) -> str:

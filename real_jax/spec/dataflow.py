@@ -38,18 +38,30 @@ class Edge:
 
 
 @dataclasses.dataclass(frozen=True)
+class Average:
+    """After each iteration the weights of `target`, which no call trains, become eta x those of `source` + (1 - eta) x
+    their own."""
+
+    target: str
+    source: str
+    eta: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Graph:
     """The calls of one iteration.
 
     Attributes:
       inputs: keys that the data loader gives.
       carried: keys that one iteration hands to the next (a KL coefficient, running statistics).
+      averages: models that follow others as moving averages, one each at most.
     """
 
     name: str
     calls: tuple[Call, ...]
     inputs: tuple[str, ...]
     carried: tuple[str, ...] = ()
+    averages: tuple[Average, ...] = ()
 
     def __post_init__(self):
         names = [c.name for c in self.calls]
@@ -84,6 +96,14 @@ class Graph:
                 raise UsageError(
                     f"Graph {self.name!r}: {key!r} is carried to the next iteration but no call writes it."
                 )
+        for a in self.averages:
+            if a.target not in self.models or self.trains(a.target) or not self.trains(a.source):
+                raise UsageError(
+                    f"Graph {self.name!r}: {a.target!r} is to be an average of {a.source!r}. The first must be a model "
+                    "that is called and not trained, the second one that is trained."
+                )
+            if not 0 < a.eta <= 1:
+                raise UsageError(f"Graph {self.name!r}: eta of {a.target!r} is {a.eta:g}. It must lie in (0, 1].")
         self.order  # a cycle is an error here, not at the first run
 
     def __hash__(self) -> int:
@@ -92,7 +112,7 @@ class Graph:
     @functools.cached_property
     def _hash(self) -> int:
         # The planner keeps what it derives from a graph under the graph.
-        return hash((self.name, self.calls, self.inputs, self.carried))
+        return hash((self.name, self.calls, self.inputs, self.carried, self.averages))
 
     @functools.cached_property
     def _by_name(self) -> dict[str, Call]:
@@ -112,6 +132,15 @@ class Graph:
     def trains(self, model: str) -> bool:
         return model in self._trained
 
+    def average(self, model: str) -> Average | None:
+        """What `model` is a moving average of."""
+        return next((a for a in self.averages if a.target == model), None)
+
+    def changes(self, model: str) -> bool:
+        """Whether the weights of `model` are others in each iteration: it is trained, or follows one that is. They are
+        then kept in float32, or small steps would be lost."""
+        return self.trains(model) or self.average(model) is not None
+
     @functools.cached_property
     def _trained(self) -> frozenset[str]:
         return frozenset(c.model for c in self.calls if c.kind == "train")
@@ -119,7 +148,8 @@ class Graph:
     @functools.cached_property
     def edges(self) -> tuple[Edge, ...]:
         """Data edges, carried edges (lag 1), and parameter edges: the first calls of a trained model in an iteration
-        wait for its last train call of the iteration before; its train call waits for its other calls."""
+        wait for its last train call of the iteration before; its train call waits for its other calls. Calls of an
+        average do so with the train calls of the model that it follows."""
         writers = {key: call.name for call in self.calls for key in call.writes}
         edges = [
             Edge(writers[key], call.name, key, lag=int(key in self.carried))
@@ -128,13 +158,15 @@ class Graph:
             if key in writers
         ]
         for model in self.models:
-            trains = [c for c in self.calls if c.model == model and c.kind == "train"]
+            average = self.average(model)
+            followed = average.source if average else model
+            trains = [c for c in self.calls if c.model == followed and c.kind == "train"]
             others = [c for c in self.calls if c.model == model and c.kind != "train"]
             for train in trains:
                 key = f"parameters of {model}"
                 edges += [Edge(train.name, other.name, key, lag=1) for other in others]
                 edges += [Edge(other.name, train.name, key) for other in others]
-            if trains:
+            if trains and not average:
                 edges.append(Edge(trains[-1].name, trains[0].name, f"parameters of {model}", lag=1))
         return tuple(dict.fromkeys(edges))
 

@@ -214,8 +214,9 @@ def placement_error(call: str, placement: Placement, graph: Graph, work: Workloa
             f"{where}: {rows} sequences a step cannot be divided by data x fsdp x micro_batches = "
             f"{p.data} x {p.fsdp} x {p.micro_batches} = {p.batch_split * p.micro_batches}."
         )
-    if p.offload and graph.trains(model):
-        return f"{where}: offload is set, but model {model!r} is trained; only frozen models can wait in host memory."
+    if p.offload and graph.changes(model):
+        kind = "is trained" if graph.trains(model) else "follows one that is trained"
+        return f"{where}: offload is set, but model {model!r} {kind}; only frozen models can wait in host memory."
     return None
 
 
