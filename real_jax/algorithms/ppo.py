@@ -11,14 +11,15 @@ from real_jax.algorithms import kl, value_norm
 from real_jax.algorithms.advantages import action_mask, gae, masked_mean, whiten
 from real_jax.algorithms.algorithm import Algorithm, Array, Batch, TrainFunctions, at_last_token
 from real_jax.algorithms.losses import policy_loss, value_loss
-from real_jax.spec.dataflow import Call, Graph
+from real_jax.spec.dataflow import Average, Call, Graph
 
 SEQUENCE = ("tokens", "prompt_lengths", "lengths", "ended")
 EXPERIENCE = (*SEQUENCE, "log_probs", "reference_log_probs", "scores", "values", "kl_coef", "value_norm")
 
 
-def graph(reward_function: bool = False) -> Graph:
-    """PPO's dataflow graph; with `reward_function` the scores come from a host call instead of a reward model."""
+def graph(reward_function: bool = False, reference_eta: float = 0.0) -> Graph:
+    """PPO's dataflow graph; with `reward_function` the scores come from a host call instead of a reward model, with
+    `reference_eta` the reference follows the actor as a moving average."""
     reward = (
         Call("reward_function", "host", "", reads=SEQUENCE, writes=("scores",))
         if reward_function
@@ -28,6 +29,7 @@ def graph(reward_function: bool = False) -> Graph:
         name="ppo",
         inputs=("prompt_tokens", "prompt_lengths", "row_ids"),
         carried=("kl_coef", "value_norm"),
+        averages=(Average("reference", "actor", reference_eta),) if reference_eta else (),
         calls=(
             Call(
                 "actor_generate", "generate", "actor",
@@ -140,7 +142,7 @@ def algorithm(config, reward_function: bool = False) -> Algorithm:
         },
     }
     return Algorithm(
-        graph(reward_function),
+        graph(reward_function, config.reference_eta),
         inference=inference,
         train={"actor_train": _actor_train(config), "critic_train": _critic_train(config)},
         initial={"kl_coef": jnp.float32(config.kl_coef), "value_norm": value_norm.initial()},

@@ -77,7 +77,11 @@ def resident(plan: ExecutionPlan, graph: Graph, work: Workload) -> list[Holding]
         masters = list(trains)
         if graph.average(model):
             masters = [home(model, graph, plan)]
-            held.append(Holding(f"moving average of {model}", masters[0], model_shard_bytes(model, work, masters[0], MASTER_BYTES)))
+            held.append(
+                Holding(
+                    f"moving average of {model}", masters[0], model_shard_bytes(model, work, masters[0], MASTER_BYTES)
+                )
+            )
         for layout in trains:
             name = f"parameters and optimizer state of {model}"
             held.append(Holding(name, layout, model_shard_bytes(model, work, layout, STATE_BYTES)))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from real_jax.reallocation.average import Onto, average
 from real_jax.reallocation.route import Route, route
 from real_jax.reallocation.schedule import make_schedule
 from real_jax.reallocation.wire import from_wire, to_wire
@@ -49,16 +50,20 @@ class Assembly:
             )
         return self._senders[way]
 
-    def move(self, arrays: Mapping[str, jax.Array], target: Mapping[str, NamedSharding], dtype) -> dict[str, jax.Array]:
-        """`arrays`, all on the source mesh, under the shardings `target` of the target mesh as `dtype`. Returns once
-        `arrays` are there and the copying has begun."""
-        key = tuple((n, x.shape, x.dtype, x.sharding, target[n]) for n, x in arrays.items()), np.dtype(dtype)
+    def move(
+        self, arrays: Mapping[str, jax.Array], target: Mapping[str, NamedSharding], dtype, onto: Onto | None = None
+    ) -> dict[str, jax.Array]:
+        """`arrays`, all on the source mesh, under the shardings `target` of the target mesh as `dtype`; averaged with
+        the arrays of `onto`, if given. Returns once `arrays` are there and the copying has begun."""
+        sides = tuple((n, x.shape, x.dtype, x.sharding, target[n]) for n, x in arrays.items())
+        key = sides, np.dtype(dtype), onto and onto.eta
         if key not in self._programs:
             routes = {name: route(x.shape, x.sharding, target[name]) for name, x in arrays.items()}
             senders = {name: self.senders(way) for name, (way, _) in routes.items()}
-            self._programs[key] = senders, self._program(arrays, target, dtype, routes)
+            self._programs[key] = senders, self._program(arrays, target, dtype, routes, onto and onto.eta)
         senders, program = self._programs[key]
-        return program({name: self._seen(x, senders[name]) for name, x in arrays.items()})
+        seen = {name: self._seen(x, senders[name]) for name, x in arrays.items()}
+        return program(seen, {name: onto.arrays[name] for name in arrays} if onto else {})
 
     def _seen(self, x: jax.Array, senders: np.ndarray) -> list[jax.Array]:
         """For each cell of a destination shard, the source shards that the devices find it in: [devices, *shard]. They
@@ -81,25 +86,27 @@ class Assembly:
             for column in senders.T
         ]
 
-    def _program(self, arrays: Mapping[str, jax.Array], target: Mapping[str, NamedSharding], dtype, routes):
-        """{array: what `_seen` makes of it} -> {array: under its sharding in `target`}."""
+    def _program(self, arrays: Mapping[str, jax.Array], target: Mapping[str, NamedSharding], dtype, routes, eta):
+        """{array: what `_seen` makes of it}, arrays to average with -> {array: under its sharding in `target`}."""
         starts = {n: self._starts(way) for n, (way, _) in routes.items()}
         blocks = {n: [b - a for a, b in way.destination[0]] for n, (way, _) in routes.items()}
         shapes = {n: target[n].shard_shape(x.shape) for n, x in arrays.items()}
         devices = self.target.axis_names
 
-        def assemble(seen):
+        def assemble(seen, old):
             place, made = jax.lax.axis_index(devices), {}
             for n, shards in seen.items():
-                whole = _together(shards, starts[n], place, routes[n][1], blocks[n], dtype)
+                if n in old:
+                    whole = _onto(old[n], shards, starts[n], place, routes[n][1], blocks[n], eta)
+                else:
+                    whole = _together(shards, starts[n], place, routes[n][1], blocks[n], dtype)
                 made[n] = whole.reshape(shapes[n])
             return made
 
         specs = {n: s.spec for n, s in target.items()}
-        inner = jax.shard_map(
-            assemble, mesh=self.target, in_specs=PartitionSpec(devices), out_specs=specs, check_vma=False
-        )
-        return jax.jit(inner)
+        in_specs = (PartitionSpec(devices), specs if eta is not None else {})
+        inner = jax.shard_map(assemble, mesh=self.target, in_specs=in_specs, out_specs=specs, check_vma=False)
+        return jax.jit(inner, donate_argnums=1)
 
     def _starts(self, way: Route) -> np.ndarray:
         """Where each cell of a destination shard begins in the source shard that it is taken from, in cells: [devices,
@@ -121,15 +128,36 @@ def _together(shards, starts: np.ndarray, place, cell, blocks, dtype) -> jax.Arr
         return jnp.concatenate([x[0] for x in shards], blocks.index(len(shards)))  # whole source shards in a row
 
     def cut(number: int) -> jax.Array:
-        x = shards[number][0]
-        if x.shape != cell:
-            x = jax.lax.dynamic_slice(x, jnp.asarray(starts[:, number])[place] * np.asarray(cell, np.int32), cell)
-        return to_wire(x.astype(dtype))  # half precision is slow to write in place, its bits are not
+        # Half precision is slow to write in place, its bits are not.
+        return to_wire(_cut(shards[number], starts[:, number], place, cell).astype(dtype))
 
     if len(shards) == 1:
         return from_wire(cut(0), dtype)
     # XLA would hold cut cells a second time to concatenate them; one after the other is written to its place.
     whole = jax.lax.empty(tuple(np.multiply(blocks, cell).tolist()), cut(0).dtype)
-    for number, block in enumerate(np.ndindex(*blocks)):
-        whole = jax.lax.dynamic_update_slice(whole, cut(number), np.multiply(block, cell).astype(np.int32))
+    for number, begin in enumerate(_begins(blocks, cell)):
+        whole = jax.lax.dynamic_update_slice(whole, cut(number), begin)
     return from_wire(whole, dtype)
+
+
+def _onto(old: jax.Array, shards, starts: np.ndarray, place, cell, blocks, eta: float) -> jax.Array:
+    """`old`, a shard, with each cell averaged with what `shards` have for it, in place."""
+    whole = old.reshape(np.multiply(blocks, cell).tolist())
+    for number, begin in enumerate(_begins(blocks, cell)):
+        new = average(
+            jax.lax.dynamic_slice(whole, begin, cell), _cut(shards[number], starts[:, number], place, cell), eta
+        )
+        whole = jax.lax.dynamic_update_slice(whole, new, begin)
+    return whole
+
+
+def _begins(blocks, cell) -> list[np.ndarray]:
+    """Where each cell of a shard begins."""
+    return [np.multiply(block, cell).astype(np.int32) for block in np.ndindex(*blocks)]
+
+
+def _cut(shard: jax.Array, starts: np.ndarray, place, cell) -> jax.Array:
+    """The cell that the device at `place` takes from `shard`, [1, *shape]."""
+    if shard.shape[1:] == cell:
+        return shard[0]
+    return jax.lax.dynamic_slice(shard[0], jnp.asarray(starts)[place] * np.asarray(cell, np.int32), cell)

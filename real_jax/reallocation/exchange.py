@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from real_jax.reallocation.average import Onto, average
 from real_jax.reallocation.route import Route, route
 from real_jax.reallocation.schedule import Packing, Round, Schedule, make_schedule
 from real_jax.reallocation.wire import from_wire, narrower, to_wire
@@ -72,8 +73,11 @@ class Exchange:
             self._schedules[way] = make_schedule(way.grid, source, target, self._nodes.__getitem__)
         return self._schedules[way]
 
-    def move(self, arrays: Mapping[str, jax.Array], target: Mapping[str, NamedSharding], dtype) -> dict[str, jax.Array]:
-        """`arrays`, all on the source mesh and of one type, under the shardings `target` of the target mesh as `dtype`."""
+    def move(
+        self, arrays: Mapping[str, jax.Array], target: Mapping[str, NamedSharding], dtype, onto: Onto | None = None
+    ) -> dict[str, jax.Array]:
+        """`arrays`, all on the source mesh and of one type, under the shardings `target` of the target mesh as `dtype`;
+        averaged with the arrays of `onto`, if given."""
         alike: dict[Route, list[tuple[str, tuple[int, ...]]]] = {}
         for name, x in sorted(arrays.items()):  # every process must send in the same order
             way, cell = route(x.shape, x.sharding, target[name])
@@ -81,11 +85,15 @@ class Exchange:
         moved: dict[str, jax.Array] = {}
         for way, cells in alike.items():
             names = [name for name, _ in cells]
-            moved |= self._empty({n: arrays[n] for n in names}, {n: target[n] for n in names}, dtype)
-            small = narrower(dtype, next(iter(arrays.values())).dtype)
+            if onto:
+                moved |= {n: onto.arrays[n] for n in names}
+            else:
+                moved |= self._empty({n: arrays[n] for n in names}, {n: target[n] for n in names}, dtype)
+            # An average that is passed on must not be rounded to the type of its source.
+            small = np.dtype(dtype) if onto else narrower(dtype, next(iter(arrays.values())).dtype)
             for chunk in self._chunks(self.schedule(way), cells, small.itemsize):
                 for number in range(chunk[0].count):
-                    self._step(way, chunk, number, arrays, moved, small)
+                    self._step(way, chunk, number, arrays, moved, small, onto and onto.eta)
                 self._blanks.clear()
         return {name: moved[name] for name in arrays}
 
@@ -106,8 +114,9 @@ class Exchange:
             room -= size
         return chunks
 
-    def _step(self, way: Route, chunk: list[Part], number: int, arrays, moved: dict, dtype) -> None:
-        """Moves part `number` of the arrays in `chunk`; `moved` is brought up to date."""
+    def _step(self, way: Route, chunk: list[Part], number: int, arrays, moved: dict, dtype, eta: float | None) -> None:
+        """Moves part `number` of the arrays in `chunk`; `moved` is brought up to date, with averages where `eta` is
+        given."""
         names = [part.name for part in chunk]
         schedule, offset = self.schedule(way), np.int32(number)
         sends = any(d.process_index == jax.process_index() for d in self.source.devices.flat)
@@ -118,20 +127,20 @@ class Exchange:
             tree = {n: arrays[n] for n in names}
             return self._program(kind, way, chunk, tree, dtype)(tree, offset)
 
-        def unpack(kind: str, got: dict[str, jax.Array]) -> None:
+        def unpack(kind: str, got: dict[str, jax.Array], eta: float | None = None) -> None:
             own = {n: moved[n] for n in names}
-            moved.update(self._program(kind, way, chunk, own, dtype)(own, got, offset))
+            moved.update(self._program(kind, way, chunk, own, dtype, eta)(own, got, offset))
 
         packed = pack("pack", arrays) if sends else {}
         got = self._send(schedule.first_packing, packed.get(_SENT), self.source, width, dtype)
         if kept := max(map(len, schedule.kept.values())):
             got[_KEPT] = self._wrap(packed.get(_KEPT), self.source, self.target, (kept, width), dtype)
         if gets and got:
-            unpack("unpack", got)
+            unpack("unpack", got, eta)
         if schedule.second:
             packed = pack("pack again", moved) if gets else {}
             got = self._send(schedule.second_packing, packed.get(_SENT), self.target, width, dtype)
-            if gets:
+            if gets:  # what is passed on is an average already
                 unpack("unpack again", got)
 
     def _wrap(self, buffer: jax.Array | None, before: Mesh, after: Mesh, shape: tuple[int, int], dtype) -> jax.Array:
@@ -193,23 +202,26 @@ class Exchange:
             )
         return self._programs[key]()
 
-    def _program(self, kind: str, way: Route, chunk: list[Part], arrays: Mapping[str, jax.Array], dtype):
-        key = kind, way, tuple(chunk), tuple((n, x.shape, x.dtype, x.sharding) for n, x in arrays.items()), dtype
+    def _program(self, kind: str, way: Route, chunk: list[Part], arrays: Mapping[str, jax.Array], dtype, eta=None):
+        key = kind, way, tuple(chunk), tuple((n, x.shape, x.dtype, x.sharding) for n, x in arrays.items()), dtype, eta
         if key not in self._programs:
-            make = _pack if kind.startswith("pack") else _unpack
+            packs = kind.startswith("pack")
             schedule, again = self.schedule(way), kind.endswith("again")
             mesh, places = (self.source, self._source) if kind == "pack" else (self.target, self._target)
             ranges = dict(zip(places, way.source if kind == "pack" else way.destination, strict=True))
             rounds = schedule.second if again else schedule.first
             sides = {_KEPT: {} if again else schedule.kept}
-            if make is _pack:
+            if packs:
                 sides[_SENT] = dict((schedule.second_packing if again else schedule.first_packing).cells)
             else:
                 sides |= {_round(i): {to: cells for (_, to), cells in r.messages.items()} for i, r in enumerate(rounds)}
             tables = {what: _starts(side, places, ranges, way.grid) for what, side in sides.items()}
             tables = {what: table for what, table in tables.items() if table.shape[1]}
             specs = {n: x.sharding.spec for n, x in arrays.items()}
-            self._programs[key] = make(chunk, tables, mesh, specs, dtype)
+            if packs:
+                self._programs[key] = _pack(chunk, tables, mesh, specs, dtype)
+            else:
+                self._programs[key] = _unpack(chunk, tables, mesh, specs, eta)
         return self._programs[key]
 
 
@@ -272,9 +284,9 @@ def _pack(chunk: Sequence[Part], tables: Mapping[str, np.ndarray], mesh: Mesh, s
     return jax.jit(jax.shard_map(pack, mesh=mesh, in_specs=specs_in, out_specs=spec_out, check_vma=False))
 
 
-def _unpack(chunk: Sequence[Part], tables: Mapping[str, np.ndarray], mesh: Mesh, specs, dtype):
-    """(arrays, a buffer for each table, part number) -> arrays with the cells of the buffers in their places."""
-    del dtype
+def _unpack(chunk: Sequence[Part], tables: Mapping[str, np.ndarray], mesh: Mesh, specs, eta: float | None):
+    """(arrays, a buffer for each table, part number) -> arrays with the cells of the buffers in their places, or with
+    `eta` averaged with what was there."""
 
     def unpack(arrays, buffers, number):
         place = jax.lax.axis_index(mesh.axis_names)
@@ -288,7 +300,9 @@ def _unpack(chunk: Sequence[Part], tables: Mapping[str, np.ndarray], mesh: Mesh,
                 def put(slot, x, starts=starts, cells=cells, part=part):
                     start = jnp.maximum(starts[slot], 0) * _whole(part) + _offsets(part, number)
                     old = jax.lax.dynamic_slice(x, start, part.cell)
-                    new = jnp.where(starts[slot, 0] >= 0, cells[slot].reshape(part.cell), old)
+                    new = cells[slot].reshape(part.cell)
+                    new = new if eta is None else average(old, new, eta)
+                    new = jnp.where(starts[slot, 0] >= 0, new, old)
                     return jax.lax.dynamic_update_slice(x, new, start)
 
                 filled = jax.lax.fori_loop(0, table.shape[1], put, filled)

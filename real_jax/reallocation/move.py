@@ -14,10 +14,12 @@ The devices of a CPU share their memory as long as one process has them all.
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from real_jax.reallocation.assembly import Assembly
+from real_jax.reallocation.average import Onto, average
 from real_jax.reallocation.exchange import Exchange, in_turn
 from real_jax.reallocation.route import route, stays
 from real_jax.reallocation.wire import from_wire, narrower, to_wire
@@ -55,8 +57,7 @@ class Mover:
 
     def move(self, params: Params, target: Shardings, dtype) -> dict[str, jax.Array]:
         """`params` under shardings `target`, floating-point type `dtype`. Source arrays may lie in host memory (numpy)."""
-        if set(params) != set(target):
-            raise ValueError(f"weights differ from shardings: {sorted(set(params) ^ set(target))}")
+        _same_names(params, target)
         moved = {k: _place(x, target[k], dtype) for k, x in params.items() if isinstance(x, np.ndarray)}
         for (source, destination), arrays in _by_meshes(params, target).items():
             theirs = {n: target[n] for n in arrays}
@@ -66,6 +67,21 @@ class Mover:
                 moved |= {n: _elsewhere(x.shape, theirs[n], dtype) for n, x in arrays.items()}
         return {name: moved[name] for name in params}
 
+    def average(self, params: Arrays, source: Arrays, eta: float) -> dict[str, jax.Array]:
+        """Moves `source` to where `params` are and returns eta x `source` + (1 - eta) x `params`, in the layout and type
+        of `params`, whose memory it takes."""
+        _same_names(params, source)
+        target = {n: x.sharding for n, x in params.items()}
+        averages = dict(params)
+        for (before, after), arrays in _by_meshes(source, target).items():
+            if not _is_local(before) and not _is_local(after):
+                continue
+            for dtype in sorted({params[n].dtype for n in arrays}, key=str):
+                alike = {n: x for n, x in arrays.items() if params[n].dtype == dtype}
+                onto = Onto({n: params[n] for n in alike}, eta)
+                averages |= self._move(before, after, alike, {n: target[n] for n in alike}, dtype, onto)
+        return averages
+
     def waits(self, params: Params, target: Shardings) -> bool:
         """Whether a move begins only when its source is there: reading it where it lies needs that. All other moves are
         dispatched at once."""
@@ -73,11 +89,13 @@ class Mover:
             _same_order(*meshes) and _all_stay(arrays, target) for meshes, arrays in _by_meshes(params, target).items()
         )
 
-    def _move(self, source: Mesh, destination: Mesh, arrays: Arrays, target: Shardings, dtype) -> dict[str, jax.Array]:
-        """`arrays`, all on mesh `source`, on mesh `destination`."""
+    def _move(
+        self, source: Mesh, destination: Mesh, arrays: Arrays, target: Shardings, dtype, onto: Onto | None = None
+    ) -> dict[str, jax.Array]:
+        """`arrays`, all on mesh `source`, on mesh `destination`: averaged with the arrays of `onto`, or as they are."""
         if _same_order(source, destination) and _all_stay(arrays, target):
-            return in_turn(self._program(arrays, target, dtype)(arrays))
-        whole = {n: x for n, x in arrays.items() if _goes_whole(x, target[n], dtype)}
+            return in_turn(self._program(arrays, target, dtype, onto)(arrays, onto and onto.arrays))
+        whole = {n: x for n, x in arrays.items() if not onto and _goes_whole(x, target[n], dtype)}
         if whole:
             copies = jax.device_put(whole, {n: target[n] for n in whole})
             rest = {n: x for n, x in arrays.items() if n not in whole}
@@ -85,30 +103,43 @@ class Mover:
         if self.shared_memory:
             if (source, destination) not in self._assemblies:
                 self._assemblies[source, destination] = Assembly(source, destination)
-            return self._assemblies[source, destination].move(arrays, target, dtype)
+            return self._assemblies[source, destination].move(arrays, target, dtype, onto)
         if _same_order(source, destination):
-            program = self._program(arrays, target, dtype)
+            program = self._program(arrays, target, dtype, onto)
             if program.memory_analysis().temp_size_in_bytes <= self.chunk_bytes:
-                return in_turn(program(arrays))
+                return in_turn(program(arrays, onto and onto.arrays))
         if (source, destination) not in self._exchanges:
             self._exchanges[source, destination] = Exchange(source, destination, self.chunk_bytes)
         exchange, moved = self._exchanges[source, destination], {}
         for kind in sorted({x.dtype for x in arrays.values()}, key=str):
             alike = {n: x for n, x in arrays.items() if x.dtype == kind}
-            moved |= exchange.move(alike, {n: target[n] for n in alike}, dtype)
+            moved |= exchange.move(alike, {n: target[n] for n in alike}, dtype, onto)
         return moved
 
-    def _program(self, arrays: Arrays, target: Shardings, dtype):
-        key = tuple((k, x.shape, x.dtype, x.sharding, target[k]) for k, x in sorted(arrays.items())), np.dtype(dtype)
+    def _program(self, arrays: Arrays, target: Shardings, dtype, onto: Onto | None = None):
+        """(arrays, those of `onto` or None) -> arrays under `target`."""
+        sides = tuple((k, x.shape, x.dtype, x.sharding, target[k]) for k, x in sorted(arrays.items()))
+        key = sides, np.dtype(dtype), onto and onto.eta
         if key not in self._programs:
 
-            def reallocate(tree):
+            def reallocate(tree, old):
                 # `copy` keeps an unchanged leaf from coming back as the source itself.
-                return {k: _reshard(jax.numpy.copy(x), arrays[k].sharding, target[k], dtype) for k, x in tree.items()}
+                new = {k: _reshard(jnp.copy(x), arrays[k].sharding, target[k], dtype) for k, x in tree.items()}
+                return {k: average(old[k], x, onto.eta) for k, x in new.items()} if onto else new
 
-            shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in arrays.items()}
-            self._programs[key] = jax.jit(reallocate, out_shardings=dict(target)).lower(shapes).compile()
+            def shapes(tree):
+                return {
+                    k: jax.ShapeDtypeStruct(tree[k].shape, tree[k].dtype, sharding=tree[k].sharding) for k in arrays
+                }
+
+            jitted = jax.jit(reallocate, out_shardings=dict(target), donate_argnums=1)
+            self._programs[key] = jitted.lower(shapes(arrays), onto and shapes(onto.arrays)).compile()
         return self._programs[key]
+
+
+def _same_names(params: Mapping, others: Mapping) -> None:
+    if set(params) != set(others):
+        raise ValueError(f"weights differ from shardings: {sorted(set(params) ^ set(others))}")
 
 
 def _reshard(x: jax.Array, source: NamedSharding, target: NamedSharding, dtype) -> jax.Array:

@@ -68,12 +68,14 @@ class Program:
 
     def abstract_state(self):
         """Shapes, types and shardings of a train call's parameters and optimizer state."""
+        params = self.abstract_weights(self.stored_type)
+        state, laid_out = jax.eval_shape(self.optimizer.init, params), self.optimizer_state_shardings
+        return params, jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh), state, laid_out)
 
-        def shaped(tree, sharding):
-            return jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh), tree, sharding)
-
-        params = shaped(abstract_params(weights(self.config.arch, self.config.head), self.stored_type), self.weights)
-        return params, shaped(jax.eval_shape(self.optimizer.init, params), self.optimizer_state_shardings)
+    def abstract_weights(self, dtype) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and shardings of the model's parameters as the call lays them out, of type `dtype`."""
+        shapes = abstract_params(weights(self.config.arch, self.config.head), dtype)
+        return {k: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.weights[k]) for k, s in shapes.items()}
 
     def initial_optimizer_state(self, params: Params):
         """The optimizer state of a train call before its first step, laid out as the call takes it."""

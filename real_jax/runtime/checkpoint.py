@@ -19,7 +19,8 @@ from real_jax.spec.errors import RunError
 class Checkpoints:
     """The checkpoints of one stage under `folder`, numbered by the iterations done. The newest `keep` stay.
 
-    A checkpoint holds, per trained model, its weights and optimizer state, the carried keys, and `meta` (plain data).
+    A checkpoint holds, per trained model, its weights and optimizer state, the weights of moving averages, the carried
+    keys, and `meta` (plain data).
     Random numbers and the data position follow from the seed and the number of iterations.
     """
 
@@ -41,6 +42,8 @@ class Checkpoints:
             home = engine.store.home(model)
             for name, tree in ((model, home.params), (f"{model}_optimizer", home.optimizer_state)):
                 items[name] = ocp.args.StandardSave(_settled(tree, engine))
+        for model in engine.store.averages:
+            items[model] = ocp.args.StandardSave(_settled(engine.store.home(model).params, engine))
         if engine.carried:
             items["carried"] = ocp.args.StandardSave(engine.fetch(dict(engine.carried)))
         trees = [item.item for name, item in items.items() if name != "meta"]
@@ -68,12 +71,17 @@ class Checkpoints:
             program = engine.programs[engine.store.home_call[model]]
             for name, shapes in zip((model, f"{model}_optimizer"), program.abstract_state(), strict=True):
                 items[name] = ocp.args.StandardRestore(_restored(shapes))
+        for model in engine.store.averages:
+            shapes = engine.programs[engine.store.home_call[model]].abstract_weights(engine.store.home_type(model))
+            items[model] = ocp.args.StandardRestore(_restored(shapes))
         if engine.carried:
             carried = engine.fetch(dict(engine.carried))
             items["carried"] = ocp.args.StandardRestore(jax.tree.map(np.asarray, carried))
         found = self._manager.restore(step, args=ocp.args.Composite(**items))
         for model in engine.store.trained:
             engine.store.put(model, found[model], found[f"{model}_optimizer"], version=step)
+        for model in engine.store.averages:
+            engine.store.put(model, found[model], version=step)
         if engine.carried:
             engine.carried = jax.tree.map(np.asarray, found["carried"])
         return found["meta"]

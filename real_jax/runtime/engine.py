@@ -5,7 +5,8 @@ One iteration:
   2. A call is dispatched once the calls it waits for are dispatched, and the moves that it needs with it. Where devices
      share their memory a move reads its source where it lies, which must be there by then; the engine first lets other
      calls go ahead.
-  3. Train calls donate weights and optimizer state; their models' views are stale from then on and are dropped.
+  3. Train calls donate weights and optimizer state; their models' views are stale from then on and are dropped. A moving
+     average of them is brought up to date before its next call.
   4. Threads note when each result is ready; nothing else waits for the devices, and the next iteration is dispatched
      before this one has ended.
 
@@ -219,14 +220,12 @@ class Engine:
             return self._run_host(call, batch, pending), None
         program = self.programs[call.name]
         devices = tuple(program.placement.devices)
+        if self.store.is_behind(call.model):
+            self._reallocate(
+                self.store.follows(call.model), self.store.home_call[call.model], pending, self.store.catch_up
+            )
         if not self.store.has_view(call.name):
-            began = time.perf_counter()
-            moved = self.store.make_view(call.name)
-            home = self.programs[self.store.home_call[call.model]].placement
-            touched = tuple(sorted(set(devices) | set(home.devices)))
-            here = program.here or self.programs[self.store.home_call[call.model]].here
-            name = f"{call.model} to {call.name}"
-            pending.append(self._watch(name, "reallocation", touched, began, (), moved, here))
+            self._reallocate(call.model, call.name, pending, self.store.make_view)
         params = self.store.params_for(call.name)
         with jax.profiler.TraceAnnotation(call.name):
             own = self._bring({key: batch[key] for key in call.reads}, program)
@@ -243,6 +242,15 @@ class Engine:
         results = in_turn((written, metrics))
         pending.append(self._watch(call.name, call.kind, devices, began, after, results, program.here))
         return written, metrics
+
+    def _reallocate(self, model: str, call: str, pending: list[_Pending], move: Callable[[str], Any]) -> None:
+        """Moves weights of `model` to where `call` runs."""
+        began = time.perf_counter()
+        moved = move(call)
+        ends = [self.programs[self.store.home_call[model]], self.programs[call]]
+        touched = tuple(sorted({d for end in ends for d in end.placement.devices}))
+        here = any(end.here for end in ends)
+        pending.append(self._watch(f"{model} to {call}", "reallocation", touched, began, (), moved, here))
 
     def _bring(self, batch: dict[str, Any], program: Program) -> dict[str, Any]:
         """Batch keys on the devices of the program, laid out as it takes them."""

@@ -22,15 +22,23 @@ def planned_moves(programs: Mapping[str, Program], store: WeightStore, cluster: 
     """
     per_node = cluster.devices_per_node if cluster else own_count()
     found: Moves = {}
+
+    def add(name: str, source: Program, target: Program, size: int) -> None:
+        table = weights(target.config.arch, target.config.head)
+        moved = plan_transfers(table, source.placement, target.placement, size, per_node)
+        about = {"bytes_within_node": moved.bytes_within_node, "bytes_between_nodes": moved.bytes_between_nodes}
+        if cluster:
+            about["predicted_seconds"] = round(transfer_seconds(moved, cluster), 6)
+        found[name] = about
+
+    for model in store.averages:
+        followed, home = store.follows(model), store.home_call[model]
+        size = store.home_type(model).itemsize
+        add(f"{followed} to {home}", programs[store.home_call[followed]], programs[home], size)
     for call, program in programs.items():
         home = programs[store.home_call[program.call.model]]
         if store.is_home(call) or home.placement.offload:
             continue
-        table = weights(program.config.arch, program.config.head)
-        size = min(np.dtype(p.stored_type).itemsize for p in (home, program))
-        moved = plan_transfers(table, home.placement, program.placement, size, per_node)
-        about = {"bytes_within_node": moved.bytes_within_node, "bytes_between_nodes": moved.bytes_between_nodes}
-        if cluster:
-            about["predicted_seconds"] = round(transfer_seconds(moved, cluster), 6)
-        found[f"{program.call.model} to {call}"] = about
+        size = min(store.home_type(program.call.model).itemsize, np.dtype(program.stored_type).itemsize)
+        add(f"{program.call.model} to {call}", home, program, size)
     return found

@@ -83,7 +83,8 @@ class WeightStore:
 
     def home(self, model: str) -> Home:
         """The model's own weights; an average is brought up to date first."""
-        self.catch_up(model)
+        if self._models[model].behind:
+            self._update_average(model)
         return self._models[model]
 
     def home_type(self, model: str) -> np.dtype:
@@ -115,8 +116,13 @@ class WeightStore:
         if home.behind:
             own = self._programs[self.home_call[program.call.model]].weights
             steps = [(self._models[self.follows(program.call.model)].params, own)]
-        return [x for params, wanted in steps if self.mover.waits(params, wanted)
-                for x in params.values() if isinstance(x, jax.Array)]
+        return [
+            x
+            for params, wanted in steps
+            if self.mover.waits(params, wanted)
+            for x in params.values()
+            if isinstance(x, jax.Array)
+        ]
 
     def follows(self, model: str) -> str:
         """The model of whose weights `model` is a moving average."""
@@ -125,11 +131,12 @@ class WeightStore:
     def is_behind(self, model: str) -> bool:
         return self._models[model].behind
 
-    def catch_up(self, model: str) -> None:
-        """Brings a moving average up to date; nothing happens to any other model."""
+    def catch_up(self, call: str) -> dict[str, Any]:
+        """The weights of the model of `call`, a moving average being brought up to date first."""
+        return self.home(self._programs[call].call.model).params
+
+    def _update_average(self, model: str) -> None:
         home = self._models[model]
-        if not home.behind:
-            return
         average = self._graph.average(model)
         home.params = self.mover.average(home.params, self._models[average.source].params, average.eta)
         home.views.clear()

@@ -121,6 +121,7 @@ class PPOConfig:
       value_norm_beta: decay of the exponential kind.
       score_needs_end: give the score only to responses that reached the end token.
       max_ratio: a minibatch whose mean importance ratio passes it is skipped.
+      reference_eta: after each iteration the reference becomes eta x actor + (1 - eta) x reference; 0 keeps it as it was.
     """
 
     minibatches: int = 4
@@ -140,6 +141,7 @@ class PPOConfig:
     value_norm_beta: float = 0.99995
     score_needs_end: bool = False
     max_ratio: float = 5.0
+    reference_eta: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +211,9 @@ def check_experiment(e: Experiment) -> Experiment:
     need(p.kl_coef >= 0, "ppo.kl_coef", p.kl_coef, "It must be 0 (no penalty) or more.")
     need(0 <= p.gamma <= 1, "ppo.gamma", p.gamma, "It must lie in [0, 1].")
     need(0 <= p.gae_lambda <= 1, "ppo.gae_lambda", p.gae_lambda, "It must lie in [0, 1].")
+    need(
+        0 <= p.reference_eta <= 1, "ppo.reference_eta", p.reference_eta, "It must lie in [0, 1]; 0 keeps the reference."
+    )
     need(0 <= p.value_norm_beta < 1, "ppo.value_norm_beta", p.value_norm_beta, "It must lie in [0, 1).")
     for field in ("ratio_clip", "value_clip", "reward_clip", "max_ratio", "kl_target", "kl_horizon"):
         need(getattr(p, field) > 0, f"ppo.{field}", getattr(p, field), "It must be positive.")

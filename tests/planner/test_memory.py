@@ -3,6 +3,7 @@
 import pytest
 from planner_instances import PPO, SMALL, make_cluster, make_work
 
+from real_jax.algorithms import ppo
 from real_jax.planner.memory import check, device_bytes, home, model_shard_bytes
 from real_jax.spec.arch import parameter_count
 from real_jax.spec.costs import Cost, CostTable
@@ -63,6 +64,13 @@ def test_an_offloaded_model_counts_only_while_its_call_runs():
     work, base = make_work(PPO), 12 * (LM + SCALAR) + 4 * SCALAR
     assert device_bytes(plan, PPO, work, fixed_costs(plan, {"reference_inference": 10})) == {0: base + 4 * LM + 10}
     assert device_bytes(plan, PPO, work, fixed_costs(plan, {"actor_train": 9000})) == {0: base + 9000}
+
+
+def test_a_moving_average_is_kept_in_float32_besides_what_its_calls_take():
+    graph = ppo.graph(reference_eta=0.1)
+    plan = ppo_plan(reference_inference=ON_1)
+    assert device_bytes(plan, graph, make_work(graph), fixed_costs(plan, {}))[1] == 4 * LM
+    assert device_bytes(plan, graph, make_work(graph, compute_bytes=2), fixed_costs(plan, {}))[1] == (4 + 2) * LM
 
 
 def test_a_frozen_model_holds_one_view_per_layout():

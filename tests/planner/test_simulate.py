@@ -7,7 +7,7 @@ from planner_instances import SMALL, make_cluster, make_work
 
 from real_jax.planner.simulate import iteration_seconds, simulate
 from real_jax.spec.costs import Cost, CostTable
-from real_jax.spec.dataflow import Call, Graph
+from real_jax.spec.dataflow import Average, Call, Graph
 from real_jax.spec.errors import UsageError
 from real_jax.spec.plan import ExecutionPlan, Placement
 
@@ -127,6 +127,33 @@ def test_a_frozen_model_moves_once_in_iteration_0():
     moves = [e for e in timeline.events if e.kind == "reallocation"]
     assert [(e.name, e.iteration) for e in moves] == [("reward to b", 0)]
     assert timeline.iteration_seconds == pytest.approx(2)  # the pipeline's slower half; the move is no part of it
+
+
+@pytest.mark.parametrize("compute_bytes", [4, 2])
+def test_a_moving_average_follows_before_its_next_call(compute_bytes):
+    """In float32 from where the actor trains; a call in another type gets a view of the average after that."""
+    calls = (
+        Call("judge", "inference", "reference", ("prompts",), ("tokens",)),
+        Call("train", "train", "actor", ("tokens",)),
+    )
+    graph = Graph("follow", calls, ("prompts",), averages=(Average("reference", "actor", 0.5),))
+    follow = LM_BYTES / 100e9 + 2 * LM_BYTES / 1000e9
+    view = 2 * LM_BYTES / 2 / 1000e9 if compute_bytes == 2 else 0.0
+    timeline = run(
+        graph,
+        {"judge": ON_1, "train": ON_0},
+        {"judge": 2, "train": 3},
+        make_cluster(1, 4),
+        3,
+        compute_bytes=compute_bytes,
+    )
+    moves = [(e.name, e.iteration, e.devices) for e in timeline.events if e.kind == "reallocation"]
+    wanted = []
+    for i in range(3):
+        wanted += [("actor to judge", i, (0, 1))] if i else []
+        wanted += [("reference to judge", i, (1,))] if view else []
+    assert moves == wanted
+    assert timeline.iteration_seconds == pytest.approx(5 + follow + view)
 
 
 def test_two_calls_with_one_layout_share_a_view():

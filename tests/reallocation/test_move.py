@@ -136,6 +136,44 @@ def test_a_change_of_type(movers, shared, source, target):
     same_bits(mover.move(wide, away, jnp.bfloat16), values(jnp.bfloat16), away)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("pair", [
+    ("all fsdp", "all fsdp"), ("all data", "all fsdp"), ("all fsdp", "all data"), ("mixed", "all tensor"), ("all fsdp", "first half"),
+    ("first half", "second half"), ("first", "fourth"), ("mixed", "last two"), ("last two", "all data"),
+], ids=" to ".join)  # fmt: skip
+@pytest.mark.parametrize("half", [False, True])
+def test_an_average_is_the_same_whatever_way_its_source_comes(movers, shared, pair, half):
+    """eta x source + (1 - eta) x target, worked out by numpy; in the target's memory, the source left as it was."""
+    mover, eta = movers[shared], 0.25
+    home, away = (shardings(LAYOUTS[name]) for name in pair)
+    new, old = values(), {k: 3 * v[::-1] + 1 for k, v in values().items()}
+    new["norm"][0] = old["norm"][0] = 2.0  # 1e38 would leave no room
+    kind = jnp.bfloat16 if half else np.float32
+    source, target = mover.move(new, home, kind), mover.move(old, away, np.float32)
+    averages = mover.average(target, source, eta)
+    assert all(x.is_deleted() for x in target.values())
+    new = {k: v.astype(kind) for k, v in new.items()}
+    same_bits(source, new, home)
+    for name, x in averages.items():
+        assert x.dtype == np.float32 and x.sharding.is_equivalent_to(away[name], x.ndim)
+        wanted = eta * new[name].astype(np.float64) + (1 - eta) * old[name].astype(np.float64)
+        for shard in copier(x.sharding)(x).addressable_shards:
+            np.testing.assert_allclose(np.asarray(shard.data), wanted[shard.index], rtol=3e-7, atol=1e-7, err_msg=name)
+    donate(source)
+
+
+def test_an_average_with_eta_one_is_the_source(movers):
+    home, away = shardings(LAYOUTS["all fsdp"]), shardings(LAYOUTS["second half"])
+    for mover in movers.values():
+        source = mover.move(values(), home, np.float32)
+        target = mover.move({k: v * 0 + 1 for k, v in values().items()}, away, np.float32)
+        averages = jax.device_get(mover.average(target, source, 1.0))
+        for name, x in values().items():  # arithmetic makes zeros of the tiny number and of the negative zero
+            np.testing.assert_allclose(averages[name], x, rtol=0, atol=1e-37)
+    with pytest.raises(ValueError, match="'norm'"):
+        mover.average({k: x for k, x in source.items() if k != "norm"}, source, 0.5)
+
+
 def test_leaves_of_different_types_come_out_in_one(mover):
     home, away = shardings(LAYOUTS["first half"]), shardings(LAYOUTS["second half"])
     mixed = mover.move(values(), home, np.float32)

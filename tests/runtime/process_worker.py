@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from real_jax.runtime.joining import Membership, join
 from real_jax.runtime.meshes import prepare_devices
+from real_jax.spec.experiment import PPOConfig
 from real_jax.spec.plan import ExecutionPlan, Placement
 
 ALL = Placement(data=2, fsdp=2, tensor=2)
@@ -56,7 +57,8 @@ def main(port: str, processes: int, rank: int, devices: int, plan: str, folder: 
     from real_jax.runtime.checkpoint import Checkpoints
     from support import make_build, make_engine, run
 
-    engine = make_engine(make_build(), ExecutionPlan("test", PLANS[plan]))
+    config = PPOConfig(minibatches=2, kl_adaptive=True, reference_eta=0.25)
+    engine = make_engine(make_build(config), ExecutionPlan("test", PLANS[plan]))
     record = run(engine, iterations=2)
     # Through a checkpoint, which every process has a part in.
     checkpoints = Checkpoints(Path(folder) / f"{plan}-{processes}-checkpoints", keep=1)
@@ -64,7 +66,8 @@ def main(port: str, processes: int, rank: int, devices: int, plan: str, folder: 
     checkpoints.wait()
     assert checkpoints.restore(2, engine) == {"told": "back"}
     checkpoints.close()
-    weights = engine.fetch(engine.store.home("actor").params)
+    homes = {m: engine.store.home(m).params for m in ("actor", "reference")}
+    weights = {f"{m}/{k}": v for m, params in engine.fetch(homes).items() for k, v in params.items()}
     engine.close()
     if rank == 0:
         ratios = np.asarray([m["actor_train"]["importance_ratio"] for m in record.metrics])

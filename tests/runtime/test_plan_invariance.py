@@ -68,6 +68,48 @@ def test_a_second_iteration_compiles_nothing(engine, record):
     assert len(compiles) == 1  # the listener does hear compiles
 
 
+ETA = 0.25
+
+
+@pytest.fixture(scope="module")
+def follower():
+    return support.make_build(PPOConfig(minibatches=1, reference_eta=ETA, kl_coef=0.5))
+
+
+@pytest.mark.parametrize("plan", ["one device", "fsdp", "disjoint"])
+def test_a_reference_follows_the_actor_under_every_plan(follower, plan):
+    engine = support.make_engine(follower, support.PLANS[plan])
+    wanted = support.initial_params(follower)["reference"]
+    scored = []
+    for i in range(3):
+        result = engine.run_iteration(i, support.inputs(i), support.KEEP)
+        scored.append(result.batch["reference_log_probs"])
+        actor = engine.fetch(engine.store.home("actor").params)
+        wanted = {k: ETA * actor[k] + (1 - ETA) * v for k, v in wanted.items()}
+        found = engine.fetch(engine.store.home("reference").params)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), found, wanted)
+    assert np.abs(scored[1]).max() > 0
+    frozen = support.make_engine(support.make_build(PPOConfig(minibatches=1, kl_coef=0.5)), support.PLANS["one device"])
+    kept = [frozen.run_iteration(i, support.inputs(i), support.KEEP).batch["reference_log_probs"] for i in range(3)]
+    np.testing.assert_allclose(scored[0], kept[0], atol=1e-5)
+    assert np.abs(scored[1] - kept[1]).max() > 1e-3  # the call does see the average
+
+
+def test_iterations_dispatched_ahead_see_the_same_averages(follower):
+    """`run` dispatches an iteration before the last has ended; the averages are those of one after another."""
+    step_by_step = support.make_engine(follower, support.PLANS["disjoint"])
+    for i in range(3):
+        step_by_step.run_iteration(i, support.inputs(i))
+    ahead = support.make_engine(follower, support.PLANS["disjoint"])
+    record = support.run(ahead)
+    assert [e for e in ahead.run_iteration(3, support.inputs(3)).events if e.name == "actor to reference_inference"]
+    assert len(record.losses) == 6
+    step_by_step.run_iteration(3, support.inputs(3))
+    for model in ("actor", "reference"):
+        one, other = (e.fetch(e.store.home(model).params) for e in (step_by_step, ahead))
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), one, other)
+
+
 def test_a_stale_view_is_refused():
     build = support.make_build()
     engine = support.make_engine(build, support.PLANS["disjoint"])

@@ -18,7 +18,7 @@ TABLE = {"w": Weight((8, 8), (EMBED, MLP), 8), "norm": Weight((8,), (EMBED,), 0)
 GRAPH = ppo.graph()
 
 
-def make_store(half_precision=False, **placements):
+def make_store(half_precision=False, graph=GRAPH, **placements):
     """PPO on one device, but for the calls in `placements`."""
     programs = {}
     for call in GRAPH.calls:
@@ -29,7 +29,7 @@ def make_store(half_precision=False, **placements):
             call=call, placement=placement, weights=shardings, stored_type=jnp.bfloat16 if small else jnp.float32,
             initial_optimizer_state=lambda params: {k: x * 0 for k, x in params.items()}, optimizer_state_shardings=shardings,
         )  # fmt: skip
-    return WeightStore(GRAPH, programs)
+    return WeightStore(graph, programs)
 
 
 def values(seed=0):
@@ -78,6 +78,37 @@ def test_an_update_makes_every_view_stale_and_the_next_view_is_of_the_new_weight
         assert store.home("actor").version == version
         assert not store.has_view("actor_generate") and not store.home("actor").views
         equal(store.make_view("actor_generate"), {k: v * 2**version for k, v in values().items()})
+
+
+@pytest.mark.parametrize("half_precision", [False, True])
+def test_a_moving_average_follows_each_update_before_it_is_used(half_precision):
+    """In float32, whatever the calls take: steps of a thousandth would be lost in bfloat16."""
+    store = make_store(
+        half_precision, ppo.graph(reference_eta=0.001), actor_train=Placement(fsdp=2), reference_inference=Placement(2)
+    )
+    store.put("actor", values(1))
+    store.put("reference", values())
+    assert store.averages == ("reference",) and store.follows("reference") == "actor"
+    kind, wanted = jnp.bfloat16 if half_precision else np.float32, values()
+    for _ in range(3):
+        if not store.has_view("reference_inference"):
+            store.make_view("reference_inference")
+        shown = jax.device_get(store.params_for("reference_inference"))
+        assert {x.dtype for x in shown.values()} == {np.dtype(kind)}
+        jax.tree.map(
+            lambda x, y: np.testing.assert_array_equal(x, y.astype(kind)),
+            shown,
+            jax.device_get(store.home("reference").params),
+        )
+        actor = store.home("actor")
+        store.update("actor", {k: x * 2 for k, x in actor.params.items()}, actor.optimizer_state)
+        assert store.is_behind("reference") and not store.has_view("reference_inference")
+        assert len(store.awaited("reference_inference")) == len(TABLE)  # what it follows, on other devices
+        wanted = {k: 0.999 * v + 0.001 * jax.device_get(store.home("actor").params[k]) for k, v in wanted.items()}
+        home = jax.device_get(store.home("reference").params)
+        assert not store.is_behind("reference")
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), home, wanted)
+    assert store.home("reference").version == 3
 
 
 def test_put_takes_a_copy():

@@ -3,7 +3,7 @@
 import pytest
 
 from real_jax.algorithms import ppo, preference, sft
-from real_jax.spec.dataflow import Call, Edge, Graph
+from real_jax.spec.dataflow import Average, Call, Edge, Graph
 from real_jax.spec.errors import UsageError
 
 
@@ -25,6 +25,33 @@ def test_edges_of_ppo():
     assert set(graph.edges) == wanted
     assert len(graph.edges) == len(wanted)
     assert not any(e.lag == 0 and {e.source, e.target} == {actor, critic} for e in graph.edges)  # neither waits
+
+
+def test_a_reference_that_follows_the_actor_waits_for_its_training():
+    graph = ppo.graph(reference_eta=0.1)
+    key = "parameters of reference"
+    assert set(graph.edges) - set(ppo.graph().edges) == {
+        Edge("actor_train", "reference_inference", key, lag=1), Edge("reference_inference", "actor_train", key),
+    }  # fmt: skip
+    assert graph.average("reference") == Average("reference", "actor", 0.1) and graph.average("actor") is None
+    assert [m for m in graph.models if graph.changes(m)] == ["actor", "reference", "critic"]
+    assert hash(graph) != hash(ppo.graph())
+
+
+@pytest.mark.parametrize(
+    ("target", "source", "eta", "message"),
+    [
+        ("critic", "actor", 0.5, "'critic' is to be an average of 'actor'. The first must be"),
+        ("reference", "reward", 0.5, "'reference' is to be an average of 'reward'. The first must be"),
+        ("nobody", "actor", 0.5, "'nobody' is to be an average of 'actor'"),
+        ("reference", "actor", 0.0, r"eta of 'reference' is 0. It must lie in \(0, 1\]"),
+        ("reference", "actor", 1.5, r"eta of 'reference' is 1.5. It must lie in \(0, 1\]"),
+    ],
+)
+def test_refused_averages(target, source, eta, message):
+    ppo_graph = ppo.graph()
+    with pytest.raises(UsageError, match=message):
+        Graph("g", ppo_graph.calls, ppo_graph.inputs, ppo_graph.carried, (Average(target, source, eta),))
 
 
 def test_ppo_in_order():

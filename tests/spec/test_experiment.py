@@ -39,6 +39,7 @@ def test_the_default_passes():
         ("ppo.minibatches", 7, r"divide batch \(64\)"),
         ("ppo.gamma", 1.01, r"in \[0, 1\]"),
         ("ppo.gae_lambda", -0.1, r"in \[0, 1\]"),
+        ("ppo.reference_eta", 1.5, r"in \[0, 1\]"),
         ("ppo.ratio_clip", 0.0, "positive"),
         ("ppo.value_clip", -0.2, "positive"),
         ("ppo.reward_clip", 0.0, "positive"),
