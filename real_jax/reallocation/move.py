@@ -99,7 +99,8 @@ class Mover:
         if whole:
             copies = jax.device_put(whole, {n: target[n] for n in whole})
             rest = {n: x for n, x in arrays.items() if n not in whole}
-            return copies | (self._move(source, destination, rest, target, dtype) if rest else {})
+            theirs = {n: target[n] for n in rest}
+            return copies | (self._move(source, destination, rest, theirs, dtype) if rest else {})
         if self.shared_memory:
             if (source, destination) not in self._assemblies:
                 self._assemblies[source, destination] = Assembly(source, destination)

@@ -27,7 +27,7 @@ def _write(folder):
         "generation": {"response_length": 14},
         "sft": {"steps": 3, "batch": 16, "optimizer": {"lr": 0.001}},
         "preference": {"steps": 2, "batch": 16, "optimizer": {"lr": 0.001}},
-        "ppo": {"minibatches": 2, "kl_adaptive": True},
+        "ppo": {"minibatches": 2, "kl_adaptive": True, "reference_eta": 0.05},
         "actor_optimizer": {"lr": 0.001},
         "critic_optimizer": {"lr": 0.001},
         "checkpoint": {"every": STOP, "keep": 3},
@@ -61,7 +61,7 @@ def _arrays(run_dir, step):
 
     folder = run_dir / "checkpoints" / "ppo" / str(step)
     found = {}
-    for item in ("actor", "actor_optimizer", "critic", "critic_optimizer", "carried"):
+    for item in ("actor", "actor_optimizer", "critic", "critic_optimizer", "reference", "carried"):
         tree = ocp.StandardCheckpointer().restore(folder / item)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             found[item + jax.tree_util.keystr(path)] = np.asarray(leaf)
