@@ -63,13 +63,15 @@ class _Node:
 class _Step:
     """What is dispatched together: a call with the reallocation before it.
 
-    `after` are steps that must have been dispatched, `crossing` nodes that must have ended.
+    `after` are steps that must have been dispatched, `crossing` nodes that must have ended, `idle` has a bit for each
+    device on which all that was dispatched must have ended.
     """
 
     iteration: int
     nodes: list[int] = dataclasses.field(default_factory=list)
     after: set[int] = dataclasses.field(default_factory=set)
     crossing: set[int] = dataclasses.field(default_factory=set)
+    idle: int = 0
     host: bool = False
 
 
@@ -87,7 +89,7 @@ def simulate(
     A reallocation stands before a call whose layout (and type) does not hold the newest weights of its model: a trained
     model's views go stale with each of its train calls, a frozen model moves once, in iteration 0. It occupies both
     meshes. A moving average is brought up to date before its first call after the model that it follows has trained, by
-    moving that one's float32 weights. An offloaded model is read from host memory before each of its calls. Data transfers are taken as free unless
+    moving that one's float32 weights. An offloaded model is read from host memory before each of its calls, once its devices are idle. Data transfers are taken as free unless
     `data_seconds` prices them; they then delay their target without occupying a device.
 
     Where devices share `cluster.shared_cores` cores, a node wants as many cores as it has devices (a host call one), at
@@ -178,6 +180,7 @@ class _Builder:
             volume *= layout.count if self.cluster.shared_cores > 0 else 1
             link = self.cluster.host_link
             seconds = volume / (link.gb_per_s * 1e9) + link.latency_us * 1e-6
+            self.steps[-1].idle = _mask(layout)
             return self._add(name, "reallocation", iteration, _mask(layout), layout.count, seconds, [])
         if model in self.behind:
             self._catch_up(model, iteration)
@@ -310,9 +313,16 @@ def _next_step(steps, undispatched: list[int], dispatched: set[int], nodes, end:
     for k in undispatched:
         if steps[k].iteration > iteration:
             return None
-        if steps[k].after <= dispatched and all(end[i] >= 0 for i in steps[k].crossing):
+        ready = steps[k].after <= dispatched and all(end[i] >= 0 for i in steps[k].crossing)
+        if ready and _idle(steps, k, dispatched, nodes, end):
             return k
     return None
+
+
+def _idle(steps, k: int, dispatched: set[int], nodes, end: list[float]) -> bool:
+    """Whether nothing that was dispatched still needs a device that step `k` wants idle."""
+    wanted = steps[k].idle
+    return not wanted or not any(nodes[i].busy & wanted and end[i] < 0 for j in dispatched for i in steps[j].nodes)
 
 
 def _start(queue: list[int], running: list[int], nodes, end: list[float], now: float, start: list[float]) -> list[int]:

@@ -125,11 +125,14 @@ def _view(shard: jax.Array) -> np.ndarray:
 def _together(shards, starts: np.ndarray, place, cell, blocks, dtype) -> jax.Array:
     """The cells of a shard, each cut out of the source shard that has it: `blocks` in each dimension."""
     if len(shards) > 1 and max(blocks) == len(shards) and all((x.shape[1:], x.dtype) == (cell, dtype) for x in shards):
-        return jnp.concatenate([x[0] for x in shards], blocks.index(len(shards)))  # whole source shards in a row
+        whole = jnp.concatenate([to_wire(x[0]) for x in shards], blocks.index(len(shards)))  # source shards in a row
+        return from_wire(whole, dtype)
 
     def cut(number: int) -> jax.Array:
-        # Half precision is slow to write in place, its bits are not.
-        return to_wire(_cut(shards[number], starts[:, number], place, cell).astype(dtype))
+        x, own = shards[number], starts[:, number]
+        return (
+            _cut(to_wire(x), own, place, cell) if x.dtype == dtype else to_wire(_cut(x, own, place, cell).astype(dtype))
+        )
 
     if len(shards) == 1:
         return from_wire(cut(0), dtype)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from real_jax.reallocation.average import Onto, average
 from real_jax.reallocation.route import Route, route
 from real_jax.reallocation.schedule import Packing, Round, Schedule, make_schedule
-from real_jax.reallocation.wire import from_wire, narrower, to_wire
+from real_jax.reallocation.wire import from_wire, narrower, to_wire, wire_type
 
 _ALL = "devices"
 _SENT, _KEPT = "sent", "kept"
@@ -144,8 +144,9 @@ class Exchange:
                 unpack("unpack again", got)
 
     def _wrap(self, buffer: jax.Array | None, before: Mesh, after: Mesh, shape: tuple[int, int], dtype) -> jax.Array:
-        """The rows that this process's devices have, [devices of `before`, *shape], as an array over `after`; zeros
-        where a device had none. Nothing is copied."""
+        """The rows that this process's devices have, [devices of `before`, *shape] of the wire form of `dtype`, as an
+        array over `after`; zeros where a device had none. Nothing is copied."""
+        dtype = wire_type(dtype)
         sharding = NamedSharding(after, PartitionSpec(after.axis_names))
         known = {s.device: s.data for s in buffer.addressable_shards} if buffer is not None else {}
         mine = [d for d in after.devices.flat if d.process_index == jax.process_index()]
@@ -170,10 +171,10 @@ class Exchange:
                 own[[sender for sender, _ in messages]] = begins
 
             def exchange(x):
-                parts, x, place = {}, to_wire(x), jax.lax.axis_index(_ALL)
+                parts, place = {}, jax.lax.axis_index(_ALL)
                 for number, (messages, length) in enumerate(zip(packing.messages, packing.lengths, strict=True)):
                     own = jax.lax.dynamic_slice_in_dim(x, jnp.asarray(starts)[number, place], length, axis=1)
-                    parts[_round(number)] = from_wire(jax.lax.ppermute(own, _ALL, list(messages)), dtype)
+                    parts[_round(number)] = jax.lax.ppermute(own, _ALL, list(messages))
                 return parts
 
             spec = PartitionSpec(_ALL)
@@ -221,7 +222,7 @@ class Exchange:
             if packs:
                 self._programs[key] = _pack(chunk, tables, mesh, specs, dtype)
             else:
-                self._programs[key] = _unpack(chunk, tables, mesh, specs, eta)
+                self._programs[key] = _unpack(chunk, tables, mesh, specs, dtype, eta)
         return self._programs[key]
 
 
@@ -263,7 +264,8 @@ def _whole(part: Part) -> np.ndarray:
 
 
 def _pack(chunk: Sequence[Part], tables: Mapping[str, np.ndarray], mesh: Mesh, specs, dtype):
-    """(arrays, part number) -> one buffer [devices, slots, numbers of all parts] for each table."""
+    """(arrays, part number) -> one buffer [devices, slots, numbers of all parts] for each table, the wire form of
+    `dtype`."""
 
     def pack(arrays, number):
         place = jax.lax.axis_index(mesh.axis_names)
@@ -273,9 +275,11 @@ def _pack(chunk: Sequence[Part], tables: Mapping[str, np.ndarray], mesh: Mesh, s
             columns = []
             for part in chunk:
                 x = jnp.atleast_1d(arrays[part.name])
-                take = functools.partial(jax.lax.dynamic_slice, x, slice_sizes=part.cell)
+                same = x.dtype == dtype
+                take = functools.partial(jax.lax.dynamic_slice, to_wire(x) if same else x, slice_sizes=part.cell)
                 cells = jax.vmap(take)(starts * _whole(part) + _offsets(part, number))
-                columns.append(cells.reshape(len(starts), math.prod(part.cell)).astype(dtype))
+                cells = cells.reshape(len(starts), math.prod(part.cell))
+                columns.append(cells if same else to_wire(cells.astype(dtype)))
             return jnp.concatenate(columns, axis=1)[None]
 
         return {what: buffer(table) for what, table in tables.items()}
@@ -284,18 +288,21 @@ def _pack(chunk: Sequence[Part], tables: Mapping[str, np.ndarray], mesh: Mesh, s
     return jax.jit(jax.shard_map(pack, mesh=mesh, in_specs=specs_in, out_specs=spec_out, check_vma=False))
 
 
-def _unpack(chunk: Sequence[Part], tables: Mapping[str, np.ndarray], mesh: Mesh, specs, eta: float | None):
-    """(arrays, a buffer for each table, part number) -> arrays with the cells of the buffers in their places, or with
-    `eta` averaged with what was there."""
+def _unpack(chunk: Sequence[Part], tables: Mapping[str, np.ndarray], mesh: Mesh, specs, dtype, eta: float | None):
+    """(arrays, a buffer for each table, part number) -> arrays with the cells of the buffers, the wire form of `dtype`,
+    in their places, or with `eta` averaged with what was there."""
 
     def unpack(arrays, buffers, number):
         place = jax.lax.axis_index(mesh.axis_names)
         arrays, first = dict(arrays), 0
         for part in chunk:
             size, filled = math.prod(part.cell), jnp.atleast_1d(arrays[part.name])
+            kind, plain = filled.dtype, eta is None and filled.dtype == dtype
+            filled = to_wire(filled) if plain else filled
             for what, table in tables.items():
                 starts = jnp.asarray(table)[place]
-                cells = buffers[what][0, :, first : first + size].astype(filled.dtype)
+                cells = buffers[what][0, :, first : first + size]
+                cells = cells if plain else from_wire(cells, dtype).astype(kind)
 
                 def put(slot, x, starts=starts, cells=cells, part=part):
                     start = jnp.maximum(starts[slot], 0) * _whole(part) + _offsets(part, number)
@@ -306,6 +313,7 @@ def _unpack(chunk: Sequence[Part], tables: Mapping[str, np.ndarray], mesh: Mesh,
                     return jax.lax.dynamic_update_slice(x, new, start)
 
                 filled = jax.lax.fori_loop(0, table.shape[1], put, filled)
+            filled = from_wire(filled, kind) if plain else filled
             arrays[part.name] = filled.reshape(arrays[part.name].shape)
             first += size
         return arrays

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from real_jax.reallocation.assembly import Assembly
 from real_jax.reallocation.average import Onto, average
 from real_jax.reallocation.exchange import Exchange, in_turn
+from real_jax.reallocation.memories import in_memory, on_devices
 from real_jax.reallocation.route import route, stays
 from real_jax.reallocation.wire import from_wire, narrower, to_wire
 
@@ -56,15 +57,25 @@ class Mover:
         self._exchanges: dict[tuple[Mesh, Mesh], Exchange] = {}
 
     def move(self, params: Params, target: Shardings, dtype) -> dict[str, jax.Array]:
-        """`params` under shardings `target`, floating-point type `dtype`. Source arrays may lie in host memory (numpy)."""
+        """`params` under shardings `target`, floating-point type `dtype`.
+
+        Source arrays may be numpy's. Either side may lie in host memory (memory kind "pinned_host"): what comes from
+        there is brought to its devices first, what goes there leaves them last.
+        """
         _same_names(params, target)
         moved = {k: _place(x, target[k], dtype) for k, x in params.items() if isinstance(x, np.ndarray)}
-        for (source, destination), arrays in _by_meshes(params, target).items():
-            theirs = {n: target[n] for n in arrays}
+        arrays = {k: x for k, x in params.items() if isinstance(x, jax.Array)}
+        awake = in_memory(arrays, on_devices({k: x.sharding for k, x in arrays.items()}))
+        wanted = on_devices({k: target[k] for k in arrays})
+        arrived = {k: x for k, x in awake.items() if x is not arrays[k] and _is_as(x, wanted[k], dtype)}
+        rest = {k: x for k, x in awake.items() if k not in arrived}
+        for (source, destination), group in _by_meshes(rest, wanted).items():
+            theirs = {n: wanted[n] for n in group}
             if _is_local(source) or _is_local(destination):
-                moved |= self._move(source, destination, arrays, theirs, dtype)
+                arrived |= self._move(source, destination, group, theirs, dtype)
             else:
-                moved |= {n: _elsewhere(x.shape, theirs[n], dtype) for n, x in arrays.items()}
+                arrived |= {n: _elsewhere(x.shape, theirs[n], dtype) for n, x in group.items()}
+        moved |= in_memory(arrived, {k: target[k] for k in arrived})
         return {name: moved[name] for name in params}
 
     def average(self, params: Arrays, source: Arrays, eta: float) -> dict[str, jax.Array]:
@@ -190,6 +201,10 @@ def _goes_whole(x: jax.Array, target: NamedSharding, dtype) -> bool:
 
 def _is_local(mesh: Mesh) -> bool:
     return any(d.process_index == jax.process_index() for d in mesh.devices.flat)
+
+
+def _is_as(x: jax.Array, target: NamedSharding, dtype) -> bool:
+    return x.dtype == dtype and x.sharding.is_equivalent_to(target, x.ndim)
 
 
 def _elsewhere(shape: tuple[int, ...], sharding: NamedSharding, dtype) -> jax.Array:

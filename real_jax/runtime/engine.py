@@ -3,8 +3,9 @@
 One iteration:
   1. Inputs from the loader and carried keys from the iteration before are the first batch keys.
   2. A call is dispatched once the calls it waits for are dispatched, and the moves that it needs with it. Where devices
-     share their memory a move reads its source where it lies, which must be there by then; the engine first lets other
-     calls go ahead.
+     share their memory a move reads its source where it lies, which must be there by then; a model that waits in host
+     memory is not brought in before its devices are idle, as there is room for it only then. The engine lets other calls
+     go ahead meanwhile.
   3. Train calls donate weights and optimizer state; their models' views are stale from then on and are dropped. A moving
      average of them is brought up to date before its next call.
   4. Threads note when each result is ready; nothing else waits for the devices, and the next iteration is dispatched
@@ -94,6 +95,7 @@ class Engine:
         self.graph, self.programs, self.store = graph, dict(programs), store
         self.host, self.carried = dict(host or {}), dict(carried or {})
         self._pool = ThreadPoolExecutor(max_workers=4 * len(graph.calls) + 4, thread_name_prefix="watch")
+        self._watched: list[_Pending] = []  # what may still run
         self._ends: dict[str, float] = {}  # of the newest finished iteration: name -> when it ended
         self._free: dict[int, float] = {}  # device -> when the newest finished iteration left it
 
@@ -189,22 +191,24 @@ class Engine:
 
     def _next(self, waiting: list[Call], batch: Mapping[str, Any]) -> Call:
         """The first call in order that can be dispatched without waiting for a device; else the first whose producers
-        are dispatched."""
+        are dispatched. Several processes take them in one order."""
         names = {c.name for c in waiting}
         blocked = {e.target for e in self.graph.edges if e.lag == 0 and e.source in names}
         ready = [c for c in waiting if c.name not in blocked]
-        if not self.store.mover.shared_memory:
+        if distributed.processes() > 1:
             return ready[0]
         while True:
             for call in ready:
-                if all(x.is_ready() for x in self._crossing(call, batch)):
+                if all(x.is_ready() for x in self._crossing(call, batch)) and not self._in_the_way(call):
                     return call
             if len(ready) == 1:
                 return ready[0]
             time.sleep(0.0005)
 
     def _crossing(self, call: Call, batch: Mapping[str, Any]) -> list[jax.Array]:
-        """Arrays that `call` needs and that are to come from other devices than its own."""
+        """Arrays that must be there before `call` is dispatched: those that are read where they lie, on other devices."""
+        if not self.store.mover.shared_memory:
+            return []
         arrays = [x for key in call.reads for x in jax.tree.leaves(batch[key]) if isinstance(x, jax.Array)]
         if call.kind == "host":
             return arrays
@@ -214,6 +218,16 @@ class Engine:
         if not self.store.has_view(call.name):
             crossing += self.store.awaited(call.name)
         return crossing
+
+    def _in_the_way(self, call: Call) -> list[_Pending]:
+        """What must end before the weights of `call` are brought in from host memory: all on its devices."""
+        if call.kind == "host" or not self.programs[call.name].placement.offload or self.store.has_view(call.name):
+            return []
+        return [
+            p
+            for p in self._watched
+            if not p.done.done() and set(p.devices) & set(self.programs[call.name].placement.devices)
+        ]
 
     def _dispatch(self, call: Call, batch: dict, pending: list[_Pending]) -> tuple[dict, Any]:
         if call.kind == "host":
@@ -225,6 +239,8 @@ class Engine:
                 self.store.follows(call.model), self.store.home_call[call.model], pending, self.store.catch_up
             )
         if not self.store.has_view(call.name):
+            for before in self._in_the_way(call):
+                before.done.result()
             self._reallocate(call.model, call.name, pending, self.store.make_view)
         params = self.store.params_for(call.name)
         with jax.profiler.TraceAnnotation(call.name):
@@ -288,7 +304,9 @@ class Engine:
             jax.block_until_ready(leaves)
             return time.perf_counter()
 
-        return _Pending(name, kind, devices, began, after, self._pool.submit(wait), here)
+        self._watched = [p for p in self._watched if not p.done.done()]
+        self._watched.append(_Pending(name, kind, devices, began, after, self._pool.submit(wait), here))
+        return self._watched[-1]
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)

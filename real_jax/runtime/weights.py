@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from real_jax.reallocation.memories import on_hosts
 from real_jax.reallocation.move import Mover
 from real_jax.runtime.calls import Program
-from real_jax.runtime.hosts import move_tree, on_every_host
+from real_jax.runtime.hosts import move_tree
 from real_jax.spec.dataflow import Graph
 
 
@@ -29,7 +30,7 @@ class Home:
     """A model's own weights.
 
     Attributes:
-      params: under the home layout; numpy arrays where the model waits in host memory.
+      params: under the home layout; in the memory of the devices' hosts where the model waits there between its calls.
       optimizer_state: of a trained model.
       version: counts the updates.
       views: layout key -> view.
@@ -62,10 +63,8 @@ class WeightStore:
         layout."""
         program = self._programs[self.home_call[model]]
         dtype = self.home_type(model)
-        if model in self._offloaded:
-            home = {k: x.astype(dtype) for k, x in on_every_host(params, self.mover).items()}
-        else:
-            home = self.mover.move(params, program.weights, dtype)
+        where = on_hosts(program.weights) if model in self._offloaded else program.weights
+        home = self.mover.move(params, where, dtype)
         if model in self.trained:
             if optimizer_state is None:
                 optimizer_state = program.initial_optimizer_state(home)

@@ -129,6 +129,20 @@ def test_a_frozen_model_moves_once_in_iteration_0():
     assert timeline.iteration_seconds == pytest.approx(2)  # the pipeline's slower half; the move is no part of it
 
 
+def test_an_offloaded_model_comes_in_once_its_devices_are_idle_and_others_go_ahead():
+    """There is no room for it beside what runs: `left` on device 0 has to end, and `late` is not kept waiting."""
+    calls = (
+        Call("left", "inference", "reward", ("x",), ("y",)),
+        Call("away", "inference", "reference", ("x",), ("z",)),
+        Call("late", "inference", "actor", ("x",), ("u",)),
+    )
+    placements = {"left": ON_0, "away": Placement(0, offload=True), "late": ON_0}
+    timeline = run(Graph("g", calls, ("x",)), placements, {"left": 5, "away": 1, "late": 2}, make_cluster(1, 4))
+    fetch = next(e for e in timeline.events if e.name == "reference to away")
+    assert (fetch.start, timeline.makespan) == (7, pytest.approx(fetch.end + 1))
+    assert spans(timeline)["late", 0] == (5, 7)
+
+
 @pytest.mark.parametrize("compute_bytes", [4, 2])
 def test_a_moving_average_follows_before_its_next_call(compute_bytes):
     """In float32 from where the actor trains; a call in another type gets a view of the average after that."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from real_jax.reallocation.memories import on_hosts
 from real_jax.runtime.meshes import devices
 
 AXES = ("data", "fsdp", "tensor")
@@ -58,6 +59,7 @@ class Case:
     before: Layout
     after: Layout
     chunk_bytes: int
+    on_host: tuple[bool, bool]  # whether the arrays lie in host memory, in each layout
 
     def dump(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -82,7 +84,10 @@ class Case:
 
 def there_and_back(case: Case, mover) -> None:
     """Moves the arrays of `case` and looks at each shard of every device here."""
-    values, layouts = case.values(), [layout.shardings(case.shapes) for layout in (case.before, case.after)]
+    values, layouts = case.values(), []
+    for layout, on_host in zip((case.before, case.after), case.on_host, strict=True):
+        shardings = dict(enumerate(layout.shardings(case.shapes)))
+        layouts.append(list((on_hosts(shardings) if on_host else shardings).values()))
     arrays = {
         str(i): jax.make_array_from_callback(x.shape, s, lambda part, x=x: x[part], dtype=x.dtype)
         for i, (x, s) in enumerate(zip(values, layouts[0], strict=True))
@@ -92,6 +97,7 @@ def there_and_back(case: Case, mover) -> None:
         arrays = mover.move(arrays, target, jnp.dtype(case.dtype))
         for x, value, sharding in zip(arrays.values(), values, shardings, strict=True):
             assert x.sharding.is_equivalent_to(sharding, x.ndim) and x.dtype == value.dtype
+            assert x.sharding.memory_kind == sharding.memory_kind
             for shard in x.addressable_shards:
                 found, wanted = np.asarray(shard.data), np.ascontiguousarray(value[shard.index])
                 assert found.tobytes() == wanted.tobytes(), (case, shard.device)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from real_jax.reallocation.memories import on_hosts
 from real_jax.reallocation.move import Mover
 from real_jax.runtime.meshes import devices, make_mesh
 from real_jax.runtime.shardings import weight_shardings
@@ -191,6 +192,29 @@ def test_from_host_memory_it_is_a_copy(mover):
     for x in source.values():
         x[...] = 5
     same_bits(moved, values(), target)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(
+    "pair", [("mixed", "mixed"), ("all fsdp", "second half"), ("first half", "fourth")], ids=" to ".join
+)
+def test_to_host_memory_and_back(movers, shared, pair):
+    """Out of numpy's memory or a device's, into the device's or another layout, as it was or in another type; always into
+    memory of its own."""
+    mover = movers[shared]
+    home, away = (shardings(LAYOUTS[name]) for name in pair)
+    waiting = mover.move(values(), on_hosts(home), np.float32)
+    put_aside = mover.move(mover.move(values(), away, np.float32), on_hosts(home), np.float32)
+    for source in (waiting, put_aside):
+        assert {x.sharding.memory_kind for x in source.values()} == {"pinned_host"}
+        same_bits(mover.move(source, home, np.float32), values(), home)
+        same_bits(mover.move(source, away, np.float32), values(), away)
+        same_bits(mover.move(source, away, jnp.bfloat16), values(jnp.bfloat16), away)
+    awake = mover.move(waiting, home, np.float32)
+    assert {x.sharding.memory_kind for x in awake.values()} == {"device"}
+    assert not pointers(awake) & pointers(waiting)
+    donate(awake)
+    same_bits(mover.move(waiting, home, np.float32), values(), home)
 
 
 def test_from_an_array_without_a_mesh(mover):

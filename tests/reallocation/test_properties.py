@@ -45,7 +45,8 @@ def cases(draw, types=TYPES) -> Case:
         tuple(math.lcm(*(layout.parts(i, dim) for layout in layouts)) * draw(st.integers(1, 3)) for dim in range(rank))
         for i, rank in enumerate(ranks)
     )
-    return Case(shapes, draw(st.sampled_from(types)), *layouts, draw(st.sampled_from([16, 300, 2**20])))
+    on_host = draw(st.sampled_from([(False, False), (False, False), (True, False), (False, True), (True, True)]))
+    return Case(shapes, draw(st.sampled_from(types)), *layouts, draw(st.sampled_from([16, 300, 2**20])), on_host)
 
 
 def bounded(examples: int):
@@ -56,7 +57,7 @@ def bounded(examples: int):
     )  # fmt: skip
 
 
-@bounded(60)
+@bounded(100)
 @given(cases())
 def test_there_and_back_bit_for_bit_reading_where_shards_lie(case):
     there_and_back(case, Mover(case.chunk_bytes, shared_memory=True))
@@ -91,7 +92,7 @@ def numbers(cell_number: int, way, cell) -> tuple[slice, ...]:
     return tuple(slice(i * size, (i + 1) * size) for i, size in zip(place, cell, strict=True))
 
 
-@bounded(200)
+@bounded(500)
 @given(cases(), st.sampled_from([1, 2, 4, 8]))
 def test_messages_carry_no_more_than_is_lacking_and_only_what_their_sender_has(case, devices_per_node):
     node = lambda device: device // devices_per_node
@@ -124,7 +125,7 @@ def test_messages_carry_no_more_than_is_lacking_and_only_what_their_sender_has(c
         assert between == lacked, "a node was sent something twice, or what it had"
 
 
-@bounded(200)
+@bounded(500)
 @given(cases())
 def test_shards_are_read_only_from_devices_that_have_them_and_never_without_need(case):
     for way, cell, have, want, (before, after) in routed(case):
@@ -145,7 +146,7 @@ def placements(draw) -> Placement:
     return Placement(draw(st.integers(0, DEVICES - data * fsdp * tensor)), data, fsdp, tensor)
 
 
-@bounded(200)
+@bounded(500)
 @given(placements(), placements(), st.sampled_from([1, 2, 4, 8]), st.sampled_from([2, 4]))
 def test_predicted_bytes_are_those_that_are_lacking(before, after, devices_per_node, itemsize):
     """`plan_transfers`, which the planner trusts, against the numbers of each device one by one."""
@@ -223,6 +224,6 @@ def test_there_and_back_bit_for_bit_over_two_processes(pair, case):
 
 def test_a_case_survives_its_way_to_another_process():
     layout = Layout((3, 1), (2, 1, 1), ((0, None, None), (None, None, None)))
-    case = Case(((4, 2), (3,)), "bfloat16", layout, layout, 16)
+    case = Case(((4, 2), (3,)), "bfloat16", layout, layout, 16, (True, False))
     assert Case.load(case.dump()) == case
     assert [x.dtype for x in case.values()] == [jnp.bfloat16] * 2

@@ -57,6 +57,24 @@ def test_views_follow_their_model_and_the_reference_survives_the_actors_donation
         assert not np.array_equal(np.asarray(store.home("actor").params["norm"]), start["actor"]["norm"])
 
 
+def test_a_model_in_host_memory_is_brought_in_when_nothing_else_runs_there():
+    """The planner counts its memory for its own call alone."""
+    calls = support.same(support.Placement(data=2)).placements
+    plan = {**calls, "reference_inference": support.Placement(data=2, offload=True)}
+    engine = support.make_engine(support.make_build(), support.ExecutionPlan("cpu-8", plan))
+    brought, make_view = [], engine.store.make_view
+
+    def watched(call):
+        assert all(p.done.done() for p in engine._watched), "brought in beside what runs"
+        brought.append(call)
+        return make_view(call)
+
+    engine.store.make_view = watched
+    support.run(engine, iterations=3)
+    assert brought == ["reference_inference"] * 3
+    assert not engine.store.home("reference").views
+
+
 def test_a_second_iteration_compiles_nothing(engine, record):
     compiles = []
     jax.monitoring.register_event_duration_secs_listener(

@@ -152,13 +152,16 @@ def test_an_optimizer_state_is_made_where_none_is_given():
 
 
 def test_an_offloaded_model_waits_in_host_memory():
-    store = make_store(reference_inference=Placement(data=2, offload=True))
+    store = make_store(reference_inference=Placement(fsdp=2, offload=True))
     store.put("reference", values())
     home = store.home("reference")
-    assert all(isinstance(x, np.ndarray) for x in home.params.values())
+    assert {x.sharding.memory_kind for x in home.params.values()} == {"pinned_host"}
+    assert home.params["w"].sharding.shard_shape((8, 8)) == (4, 8)  # each device's host has its part
     assert not store.is_home("reference_inference") and not store.has_view("reference_inference")
     assert store.awaited("reference_inference") == []
-    equal(store.make_view("reference_inference"), values())
+    view = store.make_view("reference_inference")
+    assert {x.sharding.memory_kind for x in view.values()} == {"device"}
+    equal(view, values())
     assert store.has_view("reference_inference")
     store.release("reference_inference")
     assert not store.has_view("reference_inference")
