@@ -45,6 +45,19 @@ def quiet_backends() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
+def quiet_collectives() -> None:
+    """From here on Python alone writes to standard output. Gloo, by which CPUs talk to each other, prints a line there for
+    each group of processes that it connects."""
+    if accelerators():
+        return
+    sys.stdout.flush()
+    own = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    sys.stdout = os.fdopen(own, "w", buffering=1, encoding="utf-8", errors="replace")
+
+
 def parse(options: type[Options], argv: list[str] | None, prog: str, description: str) -> tuple[Options, Experiment]:
     """The command's own options, and the experiment: `--config` names a preset or file, other flags override its fields."""
     import tyro

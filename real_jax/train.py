@@ -66,7 +66,9 @@ def _train(options: TrainOptions, experiment: Experiment) -> None:
     commandline.quiet_backends()
     from real_jax.runtime import distributed, joining, meshes
 
-    joining.join(joining.membership(os.environ), options.cpu_devices)
+    if place := joining.membership(os.environ):
+        commandline.quiet_collectives()
+    joining.join(place, options.cpu_devices)
     meshes.prepare_devices(options.cpu_devices)
     told: list[_Prepared] = []
 

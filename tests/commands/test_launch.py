@@ -1,12 +1,15 @@
 """Launching several processes: what is refused, the batch script, and how a job of this machine ends."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import yaml
 
 from real_jax import launch
 from real_jax.runtime.joining import Membership, membership
@@ -177,3 +180,39 @@ def test_signals_are_passed_on():
     asker = start(f"import os, time; time.sleep(2); os.kill({os.getpid()}, {int(signal.SIGUSR1)})")
     assert launch._watch(jobs) == 0
     asker.wait()
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_a_training_and_is_named(tmp_path):
+    """A real one, in the middle of its iterations: over within a minute, nothing left behind, the checkpoint whole."""
+    run_dir = tmp_path / "run"
+    calls = "sft_train reward_train actor_generate reward_inference reference_inference critic_inference actor_train"
+    plan = {"calls": {call: {"first": 0, "data": 2} for call in [*calls.split(), "critic_train"]}}
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    train = f"--plan {tmp_path / 'plan.yaml'} --batch 16 --sft.steps 1 --sft.batch 16 --preference.steps 1"
+    train += f" --preference.batch 16 --steps 10000 --checkpoint.every 1 --run-dir {run_dir}"
+    options = "--processes 2 --devices-per-process 1"
+    job = subprocess.Popen(
+        [sys.executable, "-m", "real_jax.launch", "local", *options.split(), "--", *train.split()],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + 300
+        while not (run_dir / "checkpoints" / "ppo" / "2").exists():
+            assert job.poll() is None and time.monotonic() < until, job.communicate()
+            time.sleep(0.2)
+        children = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
+        victim = next(
+            p for p in children if "REAL_JAX_PROCESS_ID=1" in Path(f"/proc/{p}/environ").read_text().split("\0")
+        )
+        began = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        out, err = job.communicate(timeout=60)
+        assert time.monotonic() - began < 60
+    finally:
+        job.kill()
+    assert job.returncode == 1
+    assert f"Process 1 of 2 (pid {victim})" in err and "SIGKILL" in err, err[-3000:]
+    assert "Traceback" not in err and "[Gloo]" not in out
+    assert not any(Path(f"/proc/{p}").exists() for p in children)
+    assert json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])["stage"] == "ppo"

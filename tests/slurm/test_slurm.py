@@ -54,9 +54,9 @@ def work(tmp_path_factory):
     return folder
 
 
-def submit(environment, work: Path, name: str) -> str:
+def submit(environment, work: Path, name: str, *more: str) -> str:
     """Launches a short training as job `name`, or the same again; returns its number."""
-    options = f"--nodes 2 --gpus-per-node 0 --time 20 --no-requeue --job-name {name} --log {name}-%j.log".split()
+    options = [*f"--nodes 2 --gpus-per-node 0 --time 20 --job-name {name} --log {name}-%j.log".split(), *more]
     options += ["--setup", f"export PATH={Path(sys.executable).parent}:$PATH JAX_PLATFORMS=cpu"]
     options += ["--env", f"REAL_JAX_CACHE={work / 'cache'}"]
     train = "--cpu-devices 2 --plan plan.yaml --batch 16 --sft.steps 2 --sft.batch 16 --preference.steps 2"
@@ -105,7 +105,7 @@ def numbers(row: dict) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def undisturbed(slurm, work):
-    job = submit(slurm, work, "whole")
+    job = submit(slurm, work, "whole", "--no-requeue")
     ended = wait(slurm, job)
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), log(work, "whole")
     return rows(work, "whole")
@@ -115,26 +115,41 @@ def test_a_job_over_two_nodes_ends_well(undisturbed, work):
     assert [row["step"] for row in undisturbed] == list(range(STEPS))
     assert (work / "whole" / "actor" / "model.safetensors").exists()
     assert log(work, "whole").count("Held-out reward") == 1  # one process speaks
+    assert "[Gloo]" not in log(work, "whole")
 
 
 def test_a_job_told_to_end_goes_on_where_it_was(undisturbed, slurm, work):
-    job = submit(slurm, work, "halves")
+    job = submit(slurm, work, "halves", "--no-requeue")
     wait_for_rows(slurm, work, "halves", job, 1)
     subprocess.run(["scancel", "--signal=TERM", job], env=slurm, check=True)
     assert wait(slurm, job)["JobState"] == "FAILED"
     assert "SIGTERM" in (work / "halves" / "stopped").read_text()
     done = len(rows(work, "halves"))
     assert 1 <= done < STEPS and (work / "halves" / "checkpoints" / "ppo" / str(done)).is_dir()
-    again = submit(slurm, work, "halves")
+    again = submit(slurm, work, "halves", "--no-requeue")
     assert wait(slurm, again)["JobState"] == "COMPLETED", log(work, "halves")
-    assert not (work / "halves" / "stopped").exists()
-    for whole, halves in zip(undisturbed, rows(work, "halves"), strict=True):
-        for name, value in numbers(whole).items():
-            np.testing.assert_allclose(numbers(halves)[name], value, atol=1e-5, err_msg=name)
+    same_as(undisturbed, work, "halves")
+
+
+def same_as(undisturbed, work: Path, name: str) -> None:
+    assert not (work / name / "stopped").exists()
+    for whole, mine in zip(undisturbed, rows(work, name), strict=True):
+        for key, value in numbers(whole).items():
+            np.testing.assert_allclose(numbers(mine)[key], value, atol=1e-5, err_msg=key)
+
+
+def test_a_job_told_that_its_time_is_up_goes_back_into_the_queue_and_on_by_itself(undisturbed, slurm, work):
+    job = submit(slurm, work, "requeued")
+    wait_for_rows(slurm, work, "requeued", job, 1)
+    subprocess.run(["scancel", "--signal=USR1", job], env=slurm, check=True)
+    ended = wait(slurm, job)
+    assert ended["JobState"] == "COMPLETED", log(work, "requeued")
+    assert ended["Restarts"] == "1"
+    same_as(undisturbed, work, "requeued")
 
 
 def test_a_killed_process_ends_the_job(slurm, work):
-    job = submit(slurm, work, "killed")
+    job = submit(slurm, work, "killed", "--no-requeue")
     wait_for_rows(slurm, work, "killed", job, 1)
     os.kill(process_of(rank=1, run_dir="killed"), signal.SIGKILL)
     began = time.monotonic()

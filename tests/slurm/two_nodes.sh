@@ -43,6 +43,8 @@ SlurmdPidFile=$dir/%n.pid
 SlurmdLogFile=$dir/%n.log
 SlurmdSpoolDir=$dir/%n
 AuthType=auth/munge
+# A requeued job starts again once its credentials have run out.
+AuthInfo=cred_expire=5
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
