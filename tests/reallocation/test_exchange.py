@@ -1,10 +1,6 @@
 """Moves between meshes by compiled collectives, in one process: any layout to any other, bit for bit."""
 
 import collections
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -160,29 +156,3 @@ def test_scalars_flags_and_numbers():
         moved = Exchange(before, after, 2**20).move({"x": x}, {"x": target}, x.dtype)["x"]
         assert moved.dtype == x.dtype and moved.shape == x.shape
         np.testing.assert_array_equal(np.asarray(moved), value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_random_layouts_over_two_processes(seed):
-    """A tree goes through random layouts of 8 devices of two processes; each shard is right after each move."""
-    moves = 12
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    worker = str(Path(__file__).parent / "exchange_worker.py")
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, worker, str(port), str(rank), str(seed), str(moves + 1)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [job.communicate(timeout=300) for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
-    for job, (out, err) in zip(jobs, said, strict=True):
-        assert job.returncode == 0, err[-3000:]
-        assert f"right: {moves}" in out

@@ -1,11 +1,14 @@
 """What a run's rows say of its reallocations."""
 
+import jax
+import jax.numpy as jnp
 from support import make_build
 
 from real_jax.runtime.build import lower
 from real_jax.runtime.moves import planned_moves
 from real_jax.runtime.weights import WeightStore
 from real_jax.spec.arch import weights
+from real_jax.spec.experiment import PPOConfig
 from real_jax.spec.hardware import Chip, Cluster, Link
 from real_jax.spec.plan import Placement, partition
 
@@ -25,6 +28,17 @@ class Shapes(dict):
         for call in build.algorithm.graph.calls:
             fields = lower(build, call, placements.get(call.name, Placement()), batch).fields
             self[call.name] = type("Laid", (), fields)
+
+
+def test_a_moving_average_moves_float32_from_the_model_that_it_follows():
+    build = make_build(PPOConfig(reference_eta=0.1), compute_type=jnp.bfloat16)
+    with jax.numpy_dtype_promotion("standard"):  # jax's own attention mixes types on its way back
+        programs = Shapes(build, {"reference_inference": Placement(first=1)})
+    moves = planned_moves(programs, WeightStore(build.algorithm.graph, programs), CLUSTER)
+    config = build.models["actor"]
+    size = sum(w.size for w in weights(config.arch, config.head).values())
+    assert moves["actor to reference_inference"]["bytes_within_node"] == 4 * size
+    assert moves["reference to reference_inference"]["bytes_within_node"] == 0  # the same device, another type
 
 
 def test_bytes_and_seconds_of_each_reallocation():

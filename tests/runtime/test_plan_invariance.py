@@ -1,5 +1,7 @@
 """A plan never changes a result; a view is never stale; a second iteration compiles nothing."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -73,6 +75,18 @@ def test_a_model_in_host_memory_is_brought_in_when_nothing_else_runs_there():
     support.run(engine, iterations=3)
     assert brought == ["reference_inference"] * 3
     assert not engine.store.home("reference").views
+
+
+def test_calls_on_disjoint_meshes_overlap_in_the_timeline():
+    engine = support.make_engine(support.make_build(), support.PLANS["disjoint"])
+    overlaps = set()
+    for i in range(3):
+        events = [e for e in engine.run_iteration(i, support.inputs(i)).events if e.kind != "reallocation"]
+        for a, b in itertools.combinations(events, 2):
+            if a.start < b.end and b.start < a.end:
+                assert not set(a.devices) & set(b.devices)  # a device does one thing at a time
+                overlaps.add(frozenset((a.name, b.name)))
+    assert {"actor_train", "critic_train"} in overlaps
 
 
 def test_a_second_iteration_compiles_nothing(engine, record):
