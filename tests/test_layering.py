@@ -32,6 +32,8 @@ LIBRARIES = {
     "reallocation.route": ("jax",),
     "reallocation.assembly": ("numpy", "jax"),
     "reallocation.exchange": ("numpy", "jax"),
+    "reallocation.average": ("jax",),
+    "reallocation.memories": ("jax",),
     "reallocation.wire": ("numpy", "jax"),
     "planner": ("numpy",),
     "planner.report": ("numpy", "matplotlib", "rich"),
