@@ -226,8 +226,8 @@ def _run(told: _Prepared | None, experiment: Experiment, plan: ExecutionPlan, ru
 
 def _report(told: _Prepared, experiment: Experiment, trainer) -> None:
     from real_jax.cost.store import Store
+    from real_jax.costing import record_measurements
     from real_jax.planner.report import compare_table, gantt
-    from real_jax.planning import record_measurements
     from real_jax.runtime.metrics import median_seconds
 
     console, run_dir, found = told.console, told.run_dir, told.found

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import real_jax as real
-from real_jax import planning, search
+from real_jax import costing, planning, search
 from real_jax.cost import targets
 from real_jax.runtime.metrics import TIMINGS
 from real_jax.spec.experiment import DataConfig, GenerationConfig, PPOConfig
@@ -27,7 +27,7 @@ def found():
     return real.search_plan(EXPERIMENT, timed=1)
 
 
-class Heard(planning.Listener):
+class Heard(costing.Listener):
     def __init__(self):
         self.notes, self.done = [], []
 
