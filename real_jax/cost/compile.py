@@ -33,7 +33,7 @@ from real_jax.spec.plan import Placement, partition
 
 Kind = Literal["forward", "gradient", "generate", "optimizer"]
 
-FORMAT = 2  # of stored pieces; raise it where this module or `hlo` counts differently
+FORMAT = 3  # of stored pieces; raise it where this module or `hlo` counts differently
 # On the CPU backend most of a compile goes into machine code, which nobody runs here; the program stays the same.
 _CPU_OPTIONS = {
     "xla_backend_optimization_level": 0,

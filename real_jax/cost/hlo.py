@@ -294,7 +294,7 @@ class _Walk:
 
     def _fusion_bytes(self, i: Instruction, inner: Computation, operands: list[Instruction]) -> Linear:
         """Results and operands, of which only the part that is touched counts: a slice that is read, and the slice
-        that is written into an array in place."""
+        or the rows that are written into an array in place."""
         amount = NOTHING
         root = _root(inner)
         updated = set()
@@ -303,6 +303,11 @@ class _Walk:
             if result.opcode == "dynamic-update-slice":
                 updated.add(_source(inner[result.operands[0]], inner).name)
                 amount += self._bytes(inner[result.operands[1]].arrays)
+            elif (
+                result.opcode == "scatter" and (into := _source(inner[result.operands[0]], inner)).opcode == "parameter"
+            ):
+                updated.add(into.name)
+                amount += self._bytes(inner[result.operands[-1]].arrays)
             else:
                 amount += self._bytes(result.arrays)
         for parameter in (x for x in inner.values() if x.opcode == "parameter"):

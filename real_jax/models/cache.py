@@ -46,11 +46,12 @@ def read_layer(cache: Cache, layer: Array) -> tuple[Array, Array]:
 def write_positions(cache: Cache, layer: Array, keys: Array, values: Array, positions: Array) -> Cache:
     """Writes keys and values [B, kv_heads, head_dim] of one layer, each row at its own column positions[b]."""
 
-    def one(row: Array, new: Array, position: Array) -> Array:
-        return jax.lax.dynamic_update_slice(row, new[None].astype(row.dtype), (position, 0, 0))
+    rows = jnp.arange(len(positions), dtype=positions.dtype)
 
+    # Into the stack itself: what takes a layer out and puts it back copies all its columns at every token.
     def write(stack: Array, new: Array) -> Array:
-        rows = jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(stack, jax.vmap(one)(rows, new, positions), layer, 0)
+        return stack.at[layer, rows, positions].set(
+            new.astype(stack.dtype), mode="promise_in_bounds", unique_indices=True
+        )
 
     return Cache(write(cache.keys, keys), write(cache.values, values))

@@ -126,6 +126,31 @@ ENTRY %main (a: f32[100,8], b: f32[1,8], c: s32[]) -> f32[100,8] {
     assert summarize(text).bytes == Linear(32 + 32 + 4)  # written, read, and the index
 
 
+def test_a_fusion_that_scatters_into_an_array_moves_the_rows_only():
+    """But all of an array that it makes itself, as the gradient of an embedding does."""
+    text = """HloModule jit_h
+
+%fused (cache: f32[100,8], new: f32[3,8], at: s32[3,1]) -> f32[100,8] {
+  %cache = f32[100,8]{1,0} parameter(0)
+  %new = f32[3,8]{1,0} parameter(1)
+  %at = s32[3,1]{1,0} parameter(2)
+  ROOT %put = f32[100,8]{1,0} scatter(%cache, %at, %new), update_window_dims={1}, to_apply=%add
+}
+
+ENTRY %main (a: f32[100,8], b: f32[3,8], c: s32[3,1]) -> f32[100,8] {
+  %a = f32[100,8]{1,0} parameter(0)
+  %b = f32[3,8]{1,0} parameter(1)
+  %c = s32[3,1]{1,0} parameter(2)
+  ROOT %f = f32[100,8]{1,0} fusion(%a, %b, %c), kind=kInput, calls=%fused
+}
+"""
+    assert summarize(text).bytes == Linear(96 + 96 + 12)
+    made = text.replace("scatter(%cache,", "scatter(%zeros,").replace(
+        "  ROOT %put", "  %zeros = f32[100,8]{1,0} broadcast(%cache)\n  ROOT %put"
+    )
+    assert summarize(made).bytes == Linear(3200 + 3200 + 96 + 12)
+
+
 @pytest.mark.parametrize(
     "attributes, group",
     [
