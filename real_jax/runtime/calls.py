@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +31,14 @@ class ModelProgramConfig:
     Attributes:
       compute_type: type of activations, and of the weights inside the program.
       temperature: that log-probabilities are taken at.
+      attention: over whole sequences: "cudnn" (bfloat16 on NVIDIA GPUs; elsewhere "xla" all the same), or "xla".
     """
 
     arch: Arch
     head: Head
     compute_type: Any = jnp.float32
     temperature: float = 1.0
+    attention: Literal["cudnn", "xla"] = "cudnn"
 
 
 @dataclasses.dataclass
@@ -99,13 +101,14 @@ class Program:
 
 def bind(config: ModelProgramConfig, params: Params, placement: Placement, mesh: Mesh) -> Transformer:
     """The model over `params` in the compute type, its activations pinned to the mesh."""
-    on_gpu = mesh.devices.flat[0].platform == "gpu" and config.compute_type == jnp.bfloat16
+    fused = config.attention == "cudnn" and config.compute_type == jnp.bfloat16
+    fused &= mesh.devices.flat[0].platform == "gpu"
     return Transformer(
         config.arch,
         config.head,
         cast(params, config.compute_type),
         constrain=shardings.constrainer(placement, mesh),
-        attention="cudnn" if on_gpu else "xla",
+        attention="cudnn" if fused else "xla",
         remat=placement.remat,
     )
 

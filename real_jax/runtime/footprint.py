@@ -62,5 +62,7 @@ def footprints(
 def _compile(experiment: Experiment, stage_name: str, call: str, placement: Placement, target: Target) -> int:
     stage = next(s for s in make_stages(experiment, model_archs(experiment)) if s.name == stage_name)
     build = make_build(experiment, stage, 0, 0)
+    models = {m: dataclasses.replace(config, attention=target.attention) for m, config in build.models.items()}
+    build = dataclasses.replace(build, models=models)
     among = targets.devices(target)
     return lower(build, stage.graph.call(call), placement, abstract_batch(build), among).compile().work_bytes
