@@ -57,7 +57,8 @@ def plan_table(plan: ExecutionPlan, graph: Graph, work: Workload, cluster: Clust
     unit, name = (memory.GIB, "GiB") if totals[fullest] >= memory.GIB else (2**20, "MiB")
     table = Table(
         box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=0,
+        pad_edge=False,
         show_edge=False,
         title=f"{graph.name} on {plan.cluster}" + (f" ({plan.origin})" if plan.origin else ""),
         caption=f"Fullest device: {fullest}, with {format_bytes(totals[fullest])} of {cluster.chip.memory_gib:g} GiB.",
